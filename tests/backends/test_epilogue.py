@@ -268,7 +268,6 @@ def test_bad_input_is_refused() -> None:
         ("make it the first step, and the only", [Correlation(), Gaussian(0.1)], {}),
         ("alpha = 2.0 and beta = 0.0, but Gaussian", [Gaussian(0.1)], {"alpha": 2.0}),
         ("alpha = 1.0 and beta = 1.0, but Correlation", [Correlation()], {"c": D.copy(), "beta": 1}),
-        ("workers run no epilogue", [Scale(U)], {"workers": 1}),
         (
             "row 2 of A has elements that are Inf or NaN.* drop Correlation",
             [Correlation()],

@@ -96,7 +96,7 @@ def test_a_disk_that_fails_beside_c_ends_a_run_of_workers_in_one_line(
 
         return act
 
-    name = {"open": "write_text", "write": "write_text", "unlink": "unlink"}[call]
+    name = {"open": "write_bytes", "write": "write_bytes", "unlink": "unlink"}[call]
     monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
     done = command("run", "a", "b", "c", "--workers", "2", "--backend", "host", "--memory", "256MiB")
     if call == "unlink":  # C is whole, and one small file stays
