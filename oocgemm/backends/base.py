@@ -33,6 +33,7 @@ from oocgemm.planning import (
 from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.cost.coding import slot_frames
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
+from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.tiling import Range, Shape, round_up
 from oocgemm.stores.codecs import Codec, Fetched
@@ -146,6 +147,28 @@ class PanelNumbers:
 
     of_steps: Sequence[Array | None]
     check: Callable[[Array, Array, Array], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Swept:
+    """A matrix of which a device reads all blocks once.
+
+    Attributes:
+        shape: rows and columns.
+        dtype: dtype of its elements.
+        cuts: the rows and columns of its blocks, in the order in which they are read.
+        block: returns a block, given its rows and columns.
+        steps, numbers: what happens to each element before it is used. Numbers are as in `PanelNumbers`.
+        code: that of missing elements, which are left out; None if no element is missing.
+    """
+
+    shape: Shape
+    dtype: np.dtype[Any]
+    cuts: Sequence[tuple[Range, Range]]
+    block: Callable[[Range, Range], Pageable]
+    steps: tuple[ElementStep, ...] = ()
+    numbers: Sequence[Array | None] = ()
+    code: float | None = None
 
 
 ElementNumbers = Mapping[str, PanelNumbers]  # by operand, "A" or "B"
@@ -373,6 +396,19 @@ class Backend(Protocol):
         """Describe the arithmetic that `kernel` performs for a problem, as text.
 
         If two runs of a problem have the same description, C is equal in every bit.
+        """
+
+    def moments(self, given: Swept, axis: int, host: int, device: int) -> Array | None:
+        """Find moments of the columns (`axis` 0) or rows (1) of a matrix, in one pass over it.
+
+        Args:
+            given: the matrix.
+            axis: the axis that is reduced.
+            host, device: upper bounds in bytes on host and device memory.
+
+        Returns:
+            Five rows: the count of elements, their mean, the sum of their squared differences from the mean,
+                their minimum and maximum. None if the host is as fast, or if there is too little memory.
         """
 
     def open(self, plan: Plan, kernel: str, beside: "Sequence[Session]" = ()) -> Session:

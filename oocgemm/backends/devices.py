@@ -20,6 +20,7 @@ from oocgemm.backends.base import (
     Session,
     Stream,
     SumsOfStrips,
+    Swept,
     Token,
 )
 from oocgemm.backends.registry import open_backend, resolve
@@ -84,6 +85,9 @@ class Devices:
                     "rounded differently: pass devices of one kind, or name a kernel with --kernel"
                 )
         return first
+
+    def moments(self, given: Swept, axis: int, host: int, device: int) -> Array | None:
+        return self._first.moments(given, axis, host, device)
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> "DevicesSession":
         """Open a session on every device.

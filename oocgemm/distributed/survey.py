@@ -17,6 +17,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from oocgemm.backends import Backend, Session, open_backend
+from oocgemm.backends.base import Swept
 from oocgemm.backends.host.blas import CHOICE
 from oocgemm.distributed import processes as in_worker
 from oocgemm.distributed.attempts import machine
@@ -315,6 +316,9 @@ class _Described:
 
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
         return self._found.kernel
+
+    def moments(self, given: Swept, axis: int, host: int, device: int) -> None:
+        return None
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> Session:
         raise NotImplementedError("a plan of a distributed run is run by its workers")

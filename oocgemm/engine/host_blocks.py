@@ -181,32 +181,50 @@ def host_block(
     if plan.is_direct(operation.operand):
         return Pinned(memory(matrix)[top:bottom, left:right])
 
-    shape, dtype = (bottom - top, right - left), matrix.dtype
-    if (whole := in_memory(matrix)) is not None:
-        array = whole[top:bottom, left:right]
-        uploading = operation.kind is Kind.UPLOAD
-
-        def copy(rows: Range, cols: Range, part: Array) -> None:
-            found = array[slice(*rows), slice(*cols)]
-            np.copyto(*((part, found) if uploading else (found, part)), casting="equiv")
-
-        contiguous = array.dtype == dtype and array.strides[1] == dtype.itemsize
-        return Pageable(shape, dtype, copy, memory=array if contiguous else None)
-
-    def move(rows: Range, cols: Range, part: Array) -> None:
-        transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)
-
-    chunk = matrix.layout.read_chunk
-    place = chunk, (top % chunk[0], left % chunk[1])
     coding = plan.layouts.coding(operation.operand)
-    if coding is None:
-        chunks = cached_chunks(matrix) if operation.kind is Kind.UPLOAD else None
-        stored = None if chunks is None else CachedBlock(chunks, top, left)
-        return Pageable(shape, dtype, move, *place, stored=stored)
+    rows, cols, uploading = (top, bottom), (left, right), operation.kind is Kind.UPLOAD
+    if coding is None or in_memory(matrix) is not None:
+        return pageable(matrix, rows, cols, transfer, uploading=uploading)
     assert isinstance(matrix, Coded)
 
     def fetch(rows: Range, cols: Range, out: Array) -> list[Fetched]:
         block = (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1])
         return [each.counted_from(top, left) for each in matrix.fetch(*block, out)]
 
-    return Compressed(shape, dtype, move, *place, codec=Codec.of(coding.codec, dtype.itemsize), fetch=fetch)
+    plain, codec = (
+        _in_chunks(matrix, rows, cols, transfer, None),
+        Codec.of(coding.codec, matrix.dtype.itemsize),
+    )
+    return Compressed(
+        plain.shape, plain.dtype, plain.move, plain.chunk, plain.origin, codec=codec, fetch=fetch
+    )
+
+
+def pageable(matrix: Matrix, rows: Range, cols: Range, transfer: Transfer, *, uploading: bool) -> Pageable:
+    """Return a block of a matrix in pageable memory, or in files. `transfer` is as for `host_block`."""
+    whole = in_memory(matrix)
+    if whole is None:
+        chunks = cached_chunks(matrix) if uploading else None
+        stored = None if chunks is None else CachedBlock(chunks, rows[0], cols[0])
+        return _in_chunks(matrix, rows, cols, transfer, stored)
+    array = whole[slice(*rows), slice(*cols)]
+
+    def copy(rows: Range, cols: Range, part: Array) -> None:
+        found = array[slice(*rows), slice(*cols)]
+        np.copyto(*((part, found) if uploading else (found, part)), casting="equiv")
+
+    contiguous = array.dtype == matrix.dtype and array.strides[1] == array.itemsize
+    return Pageable(array.shape, matrix.dtype, copy, memory=array if contiguous else None)
+
+
+def _in_chunks(
+    matrix: Matrix, rows: Range, cols: Range, transfer: Transfer, stored: CachedBlock | None
+) -> Pageable:
+    (top, bottom), (left, right) = rows, cols
+
+    def move(rows: Range, cols: Range, part: Array) -> None:
+        transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)
+
+    chunk = matrix.layout.read_chunk
+    place = chunk, (top % chunk[0], left % chunk[1])
+    return Pageable((bottom - top, right - left), matrix.dtype, move, *place, stored=stored)

@@ -24,6 +24,9 @@ T = TypeVar("T")
 # Results by keys, which say what was found of which matrix.
 Findings = dict[str, Any]
 
+# Arguments that say by which means a pass is made.
+_MEANS = "memory", "sweep"
+
 _kept: ContextVar[Findings | None] = ContextVar("findings", default=None)
 
 
@@ -40,7 +43,7 @@ def keeping(findings: Findings) -> Iterator[None]:
 def once(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that makes a pass over a matrix, so that its results are kept.
 
-    They must depend on its arguments alone, except `memory`.
+    They must depend on its arguments alone, except those in `_MEANS`.
     """
     signature = inspect.signature(function)
 
@@ -51,7 +54,7 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **options)
         bound = signature.bind(*args, **options)
         bound.apply_defaults()
-        details = [_shown(value) for name, value in bound.arguments.items() if name != "memory"]
+        details = [_shown(value) for name, value in bound.arguments.items() if name not in _MEANS]
         key = " ".join((function.__name__, *details))
         if key not in findings:
             findings[key] = function(*args, **options)

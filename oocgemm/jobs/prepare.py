@@ -36,6 +36,7 @@ from oocgemm.jobs.resume import (
     find_lost,
     identify,
 )
+from oocgemm.jobs.stats import Sweep, swept
 from oocgemm.jobs.steps import digest_of, numbers_of, open_further
 from oocgemm.jobs.transforming import as_read, check_constant, expanded, memory_of, readable_both
 from oocgemm.machine.info import models, stored_on, take_probe
@@ -426,7 +427,7 @@ def prepare(
             check_complete(*(x for x in (a, b, d) if x is not None))
             _warn_of_triangles(*{id(x): x for x in (a, b)}.values())
             request.c.check_place(partial(_bytes_of_c, request, problem))
-        a, b = readable_both(request, problem, a, b)
+        a, b = readable_both(request, problem, a, b, sweep_of(request, engine))
         if request.a.standardize == "scale" and 0 not in a.shape and earlier is None:
             check_constant(a, int(problem.trans_a.swaps), request.a.constant)
         if request.selection is not None and request.selection.cosine:
@@ -481,6 +482,14 @@ def _identity(
     """Return what identifies the run at C."""
     arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.where.kernel)}
     return identify(problem, read.a, read.b, c, arithmetic, read.d, digest_of(request.epilogue))
+
+
+def sweep_of(request: Request, engine: Backend) -> Sweep | None:
+    """Return what makes a pass over an operand on the device; None if the host makes it."""
+    if engine.name != "cuda":
+        return None
+    given = request.budgets.device_memory, request.budgets.all_host_memory
+    return partial(swept, engine, budgets_of(engine.name, engine.free_memory, *given))
 
 
 def _warn_of_triangles(*operands: Matrix) -> None:

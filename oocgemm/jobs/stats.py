@@ -8,27 +8,35 @@ import io
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oocgemm import stores
-from oocgemm.errors import InputError
+from oocgemm.backends import Backend
+from oocgemm.backends.base import Swept
+from oocgemm.engine.host_blocks import pageable
+from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.findings import once
 from oocgemm.jobs.options import Operand, Size
 from oocgemm.jobs.streaming import SCRATCH, Moments, moments, reduced
-from oocgemm.planning import Op
+from oocgemm.planning import Budgets, Op
+from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import parse_size
-from oocgemm.stores import Array, Genotypes, Matrix
+from oocgemm.stores import Array, Genotypes, Matrix, pieces
+from oocgemm.stores.base import failure
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import accepting
+from oocgemm.stores.element_forms import Numbers
 from oocgemm.stores.genetics import PER_BYTE
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import change_of
+from oocgemm.stores.transformed import chain_of, change_of
 from oocgemm.system import cache
 from oocgemm.system.resources import available_memory
 
@@ -41,6 +49,9 @@ logger = logging.getLogger("oocgemm")
 
 # Number of results that the cache keeps, and the version of their format and of their arithmetic.
 MAX_CACHED, VERSION = 32, 1
+# Smaller matrices, in bytes, are read on the host: to open a device takes longer. Blocks of others have about
+# this many bytes.
+MIN_SWEPT, SWEPT_BLOCK = 4 << 20, 16 << 20
 
 
 def genotype_counts(matrix: Genotypes, memory: int) -> Array:
@@ -174,12 +185,25 @@ def stats(
     return stats_of(matrix, axis ^ op.swaps, transform, memory)
 
 
+# A pass over a matrix on a device, which reduces an axis: `swept` with its first arguments.
+Sweep = Callable[[Matrix, int, float | None, bool], Stats | None]
+
+
 @once
-def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int, *, extremes: bool = True) -> Stats:
+def stats_of(
+    matrix: Matrix,
+    axis: int,
+    transform: Transform,
+    memory: int,
+    *,
+    extremes: bool = True,
+    sweep: Sweep | None = None,
+) -> Stats:
     """Return the statistics of an open matrix along `axis`, from the cache or by a pass in `memory` bytes.
 
     Of `transform`, only the code of missing elements and `log1p` matter. Without `extremes`, the caller does
-    not use `min` and `max`, which are then not found unless the statistics are cached.
+    not use `min` and `max`, which are then not found unless the statistics are cached. With `sweep`, the pass
+    is one on a device, if it can be.
     """
     code = transform.code(matrix.name, matrix.dtype)
     place = _place(matrix, axis, code, transform.log1p)
@@ -187,7 +211,8 @@ def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int, *, ex
     if found is None:
         logger.info("reading %s for statistics of its %s", matrix.name, ("columns", "rows")[axis])
         wanted = extremes or place is not None
-        found = _computed(matrix, axis, code, transform.log1p, memory, extremes=wanted)
+        found = None if sweep is None else sweep(matrix, axis, code, transform.log1p)
+        found = found or _computed(matrix, axis, code, transform.log1p, memory, extremes=wanted)
         if place is not None:
             _save(place, found)
     return found
@@ -206,6 +231,51 @@ def _computed(
     for rows, cols, part in reduced(matrix, axis, memory, SCRATCH, act):
         found.add(slice(*(cols if axis == 0 else rows)), part)
     return Stats(found.count, found.missing, *found.finished())
+
+
+def swept(
+    engine: Backend, budgets: Budgets, matrix: Matrix, axis: int, code: float | None, log1p: bool
+) -> Stats | None:
+    """Return statistics that the device of a backend finds; None if the host shall find them.
+
+    The blocks that the device reads, and so the bits of the result, depend on the matrix alone.
+
+    Raises `ExecutionError` if a block cannot be read.
+    """
+    chain = chain_of(matrix)
+    source = matrix if chain is None else chain.source
+    size = source.shape[0] * source.shape[1] * source.dtype.itemsize
+    counts = isinstance(matrix, Genotypes) and matrix.variant_axis != axis and code == MISSING and not log1p
+    if size < MIN_SWEPT or counts or source.dtype.kind == "c":
+        return None
+    steps, numbers = tuple[ElementStep, ...](), tuple[Numbers, ...]()
+    if chain is not None:
+        assert chain.numbers is not None, "the matrix was opened only to plan"
+        steps, numbers = chain.steps, chain.numbers
+    if log1p:
+        steps, numbers = (*steps, ElementStep("log1p")), (*numbers, None)
+
+    def transfer(matrix: Matrix, rows: Range, cols: Range, part: Array) -> None:
+        try:
+            matrix.read(rows, cols, part)
+        except Exception as error:  # a store may raise any exception
+            raise ExecutionError(failure("reading", matrix, rows, cols, error)) from error
+
+    unit, batch = source.layout.read_chunk, SWEPT_BLOCK // source.dtype.itemsize
+    unit = (1, min(source.shape[1], batch)) if unit == (1, 1) else unit
+    cuts = tuple(pieces((0, source.shape[0]), (0, source.shape[1]), unit, batch))
+    block = partial(pageable, source, transfer=transfer, uploading=True)
+    given = Swept(source.shape, source.dtype, cuts, block, steps, numbers, code)
+    found = engine.moments(given, axis, budgets.host, budgets.device)
+    if found is None:
+        return None
+    count, mean, squares, low, high = found
+    none = count == 0
+    with np.errstate(invalid="ignore"):  # 0 / 0 where all elements are missing
+        variance = np.where((low == high) & np.isfinite(low), 0.0, squares / count)
+    mean, low, high = (np.where(none, np.nan, x) for x in (mean, low, high))
+    known = count.astype(np.int64)
+    return Stats(known, matrix.shape[axis] - known, mean, variance, low, high)
 
 
 def _of_genotypes(counts: Array) -> Stats:

@@ -17,7 +17,7 @@ from oocgemm.backends.base import PanelNumbers
 from oocgemm.errors import InputError, warn_of_data
 from oocgemm.jobs.norms import MIN_SQUARES, factors
 from oocgemm.jobs.request import Request
-from oocgemm.jobs.stats import Stats, stats_of
+from oocgemm.jobs.stats import Stats, Sweep, stats_of
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.elements import GIVEN, ElementStep
 from oocgemm.planning.problem import Operand
@@ -73,7 +73,7 @@ def standardized(matrix: Matrix, how: str, line_axis: int, kept: Array | None = 
     return StandardizedMatrix(matrix, line_axis, scaled=how == "scale")
 
 
-def _of_lines(matrix: StandardizedMatrix, memory: int) -> tuple[Numbers, ...]:
+def _of_lines(matrix: StandardizedMatrix, memory: int, sweep: Sweep | None) -> tuple[Numbers, ...]:
     """Return the numbers that standardize lines. They come from the cache, or from a pass in `memory` bytes.
 
     Raises:
@@ -82,7 +82,7 @@ def _of_lines(matrix: StandardizedMatrix, memory: int) -> tuple[Numbers, ...]:
         ExecutionError: the operand cannot be read.
     """
     axis = matrix.line_axis
-    found = _stats(matrix.matrix, axis, memory)
+    found = _stats(matrix.matrix, axis, memory, sweep)
     squares = found.count * found.variance
     wrong = [(~np.isfinite(squares), "has elements that are Inf or NaN: replace them, or leave it out")]
     if matrix.scaled:
@@ -152,8 +152,8 @@ def check_constant(matrix: Matrix, axis: int, constant: str) -> None:
     warn_of_data(f"{what}: their correlations are NaN; constant='drop' (--constant drop) leaves them out")
 
 
-def _stats(matrix: Matrix, axis: int, memory: int) -> Stats:
-    return stats_of(matrix, 1 - axis, Transform(), memory, extremes=False)
+def _stats(matrix: Matrix, axis: int, memory: int, sweep: Sweep | None = None) -> Stats:
+    return stats_of(matrix, 1 - axis, Transform(), memory, extremes=False, sweep=sweep)
 
 
 def _constant(found: Stats) -> Array:
@@ -264,11 +264,11 @@ def accepted(matrix: Matrix, transform: Transform | None) -> Matrix:
     return accepting(matrix, transform.code(matrix.name, matrix.dtype))
 
 
-def readable(matrix: Matrix, memory: int) -> Matrix:
+def readable(matrix: Matrix, memory: int, sweep: Sweep | None = None) -> Matrix:
     """Return a view that can be read, given an operand that can be planned with. Return others as they are.
 
     If a step needs means or counts, they are taken from the cache, or from a pass over the operand in
-    `memory` bytes.
+    `memory` bytes, or with `sweep` on a device.
 
     Raises:
         InputError: a scale is 0 or unknown, or there are missing elements that are not allowed.
@@ -277,17 +277,18 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
     chain = chain_of(matrix)
     if chain is None or chain.is_known:
         return matrix
-    inner = readable(chain.matrix, memory)
+    inner = readable(chain.matrix, memory, sweep)
     before = chain_of(inner)
     exact = inner if before is None else before.wide()  # what the step changes has not been rounded
-    return chain.on(inner, _NUMBERS[type(chain)](chain.on(exact, None), memory))
+    return chain.on(inner, _NUMBERS[type(chain)](chain.on(exact, None), memory, sweep))
 
 
-def _of_transform(matrix: TransformedMatrix, memory: int) -> tuple[Numbers, ...]:
+def _of_transform(matrix: TransformedMatrix, memory: int, sweep: Sweep | None) -> tuple[Numbers, ...]:
     """Return the numbers of a transform."""
     found = None
     if matrix.transform.needs_stats:
-        found = stats_of(matrix.matrix, 1 - matrix.k_axis, matrix.transform, memory, extremes=False)
+        axis, how = 1 - matrix.k_axis, matrix.transform
+        found = stats_of(matrix.matrix, axis, how, memory, extremes=False, sweep=sweep)
     return _numbers(matrix, found)
 
 
@@ -335,12 +336,14 @@ def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Numbers, .
     return tuple(numbers)
 
 
-def readable_both(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
-    """Return A and B so that they can be read (`readable`), within the host memory of a request."""
+def readable_both(
+    request: Request, problem: GemmProblem, a: Matrix, b: Matrix, sweep: Sweep | None
+) -> tuple[Matrix, Matrix]:
+    """Return A and B so that they can be read (`readable`), within the memory of a request."""
     if not problem.depth or problem.finds_numbers:  # nothing is read, or not before the run
         return a, b
-    left = readable(a, memory_of(request))
-    return left, left if b is a else readable(b, memory_of(request))
+    left = readable(a, memory_of(request), sweep)
+    return left, left if b is a else readable(b, memory_of(request), sweep)
 
 
 def memory_of(request: Request) -> int:

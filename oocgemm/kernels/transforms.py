@@ -1,6 +1,7 @@
 """Compiler options and launch shapes of the kernels in kernels/transforms, without importing cupy."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from math import isnan
 
@@ -11,6 +12,9 @@ from oocgemm.planning.elements import MAX_STEPS, ElementStep, missing_code
 WIDTH = 4
 # Threads across a row in a thread block, rows that a block transforms, and CUDA's limit on blocks along y.
 _ACROSS, _ROWS, _MAX_GRID = 64, 64, 65535
+# Rows, or columns, of the parts into which the kernels moments_columns and moments_rows cut a line, and how
+# many numbers they find of each.
+_PART_ROWS, _PART_COLS, MOMENTS = 128, 4096, 5
 # Rows per thread block of the kernels measure_sums and measure_products, if k is along columns.
 _SUMMED, _BLOCK_ROWS = 1024, 32
 
@@ -40,13 +44,21 @@ def expand_options(stored: str, result: str, steps: tuple[ElementStep, ...], wid
         steps: what happens to each element.
         width: elements per thread, 1 or `WIDTH`.
     """
-    chain = "".join(
-        f"OOC_STEP({_form(step)},{number},{AXES.index(step.axis)})" for number, step in enumerate(steps)
-    )
-    macros = {"STORED": C_TYPES[stored], "RESULT": C_TYPES[result], "CHAIN": chain, "WIDTH": width}
+    macros = {
+        "STORED": C_TYPES[stored],
+        "RESULT": C_TYPES[result],
+        "CHAIN": _chain(steps),
+        "WIDTH": width,
+    }
     # Logarithms take so many registers that those of two rows would be spilled.
     macros["UNROLL"] = 1 if any(step.kind == "log1p" for step in steps) else 2
     return tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
+
+
+def _chain(steps: Sequence[ElementStep]) -> str:
+    return "".join(
+        f"OOC_STEP({_form(step)},{number},{AXES.index(step.axis)})" for number, step in enumerate(steps)
+    )
 
 
 def _form(step: ElementStep) -> str:
@@ -80,6 +92,30 @@ def measure_options(by_column: bool, steps: tuple[ElementStep, ...], width: int)
         "CORRECTS": any(step.is_deferred for step in steps),
     }
     return tuple(f"-DOOC_{name}={int(value)}" for name, value in macros.items())
+
+
+@lru_cache
+def moments_options(stored: str, steps: tuple[ElementStep, ...], code: float | None) -> tuple[str, ...]:
+    """Return the compiler options of the kernels in kernels/transforms/moments.cu.
+
+    Args:
+        stored: dtype of the elements.
+        steps: what happens to each element before.
+        code: that of missing elements, which may be NaN; None if no element is missing.
+    """
+    missing = 0 if code is None else 2 if isnan(code) else 1
+    macros = {"STORED": C_TYPES[stored], "CHAIN": _chain(steps), "MISSING": missing}
+    return tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
+
+
+def parts_of(rows: int, cols: int, axis: int) -> int:
+    """Return into how many parts the lines of a block along an axis are cut."""
+    return blocks(rows, _PART_ROWS) if axis == 0 else blocks(cols, _PART_COLS)
+
+
+def moments_grid(rows: int, cols: int, axis: int) -> tuple[int, int, int]:
+    """Return the thread blocks of the kernels for the columns (`axis` 0) or rows (1) of a block."""
+    return blocks(cols, 256) if axis == 0 else blocks(rows, 8), parts_of(rows, cols, axis), 1
 
 
 def sums_grid(rows: int, cols: int, width: int, *, by_column: bool) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from functools import cache
 import cupy
 from cupy.cuda import runtime
 
-from oocgemm.backends.base import Session
+from oocgemm.backends.base import Array, Session, Swept
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
@@ -95,6 +95,11 @@ class CudaBackend:
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
         known = tuning.load(device_name(self._device))
         return known.describe(kernel, problem.a_dtype, problem.compute)
+
+    def moments(self, given: Swept, axis: int, host: int, device: int) -> Array | None:
+        from oocgemm.backends.cuda.moments import moments  # few runs need it
+
+        return moments(self._device, given, axis, host, device)
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> CudaSession:
         if not beside and (repeated := reopened(self._device, plan, kernel)) is not None:

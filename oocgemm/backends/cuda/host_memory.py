@@ -5,6 +5,7 @@ a thread keeps the GIL, so all of Python would stop. Therefore slots are pinned 
 submitting take turns by a lock.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -21,7 +22,7 @@ from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.pageable import Ring
 from oocgemm.planning import Plan
 from oocgemm.planning.cost.coding import decoding_shape
-from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, RingShape, ring_shape
+from oocgemm.planning.cost.footprint import COMPILED_LANES, HOST_ALIGNMENT, PIECE, RingShape, ring_shape
 from oocgemm.planning.tiling import round_up
 from oocgemm.system.resources import allocate
 
@@ -202,6 +203,29 @@ def _more_for(kept: RingShape, plan: Plan, shape: RingShape | None) -> int | Non
     # A thread per lane reads files, with memory of its own.
     scratch = max(plan.setting.routes[operand].lane_scratch for operand in "AB")
     return kept.bytes - shape.bytes + (kept.lanes - shape.lanes) * scratch
+
+
+def take_ring(device: int, room: int) -> Ring | None:
+    """Return the ring of a device that is kept, or a new one of at most `room` bytes; None if it is larger.
+
+    The caller owns it. Call `keep_ring` afterwards.
+    """
+    kept = _kept.get(device)
+    if kept is not None and kept.ring is not None and kept.ring.shape.bytes <= room:
+        ring, kept.ring = kept.ring, None
+        return ring
+    cores = len(os.sched_getaffinity(0))
+    shape = RingShape(1 + min(COMPILED_LANES, cores), PIECE)
+    return Ring(cupy.cuda.Device(device), shape) if shape.bytes <= room else None
+
+
+def keep_ring(device: int, ring: Ring) -> None:
+    """Keep a ring for the next run, if there is no other. No copy may be in flight."""
+    kept = _kept.setdefault(device, Kept())
+    if kept.ring is None:
+        kept.ring = ring
+    else:  # that of a concurrent run
+        ring.close()
 
 
 def keeps(device: int) -> bool:

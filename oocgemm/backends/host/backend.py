@@ -26,6 +26,7 @@ from oocgemm.backends.base import (
     Session,
     Stream,
     SumsOfStrips,
+    Swept,
     Token,
     device_offsets,
     numpy_dtype,
@@ -301,6 +302,9 @@ class HostBackend:
 
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
         return "blas"
+
+    def moments(self, given: Swept, axis: int, host: int, device: int) -> Array | None:
+        return None
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> HostSession:
         return HostSession(plan, cast(Sequence[HostSession], beside))

@@ -7,6 +7,7 @@ callable that does the work. Kernels that are missing here cannot run on the fak
 import ctypes
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.host.finish import reduce_rows, run_chain
 from oocgemm.kernels.launches import ChainNumbers
 from oocgemm.kernels.spec import C_TYPES, Arguments
-from oocgemm.kernels.transforms import AXES, Elements
+from oocgemm.kernels.transforms import AXES, MOMENTS, Elements, parts_of
 from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.epilogue import REDUCTIONS, Step
 from oocgemm.stores.element_forms import apply
@@ -208,14 +209,10 @@ def _int8_pack(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [x.block()], [block_of(to, np.int8, rows, pitch, pitch)])
 
 
-def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare kernels/transforms/expand.cu, which transforms the elements of a panel."""
-    *plain, steps_at, to_at = pointers
-    source, rows, cols = values((_POINTER, _LONG, _LONG), plain)
-    elements, result = Elements.from_address(steps_at), _POINTER.from_address(to_at).value or 0
-    stored, to = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_STORED", "OOC_RESULT"))
-    assert cols % int(macros["OOC_WIDTH"]) == 0
-    x, y = memory.matrix(source, stored, rows, cols, cols), memory.matrix(result, to, rows, cols, cols)
+def elements_of(
+    memory: Memory, macros: Macros, elements: Elements, rows: int, cols: int
+) -> tuple[list[ElementStep], list[Array | None], list[Block]]:
+    """Return the steps of a kernel for a panel, their numbers, and the memory of these."""
     chain, numbers, read = list[ElementStep](), list[Array | None](), list[Block]()
     for name, number, axis in re.findall(r"OOC_STEP\((\w+),(\d),(\d)\)", macros["OOC_CHAIN"]):
         given, extent = elements.steps[int(number)], (0, rows, cols)[int(axis)]
@@ -224,6 +221,18 @@ def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         chain.append(ElementStep(kind, AXES[int(axis)], constants=constants))
         numbers.append(memory.matrix(given.numbers, np.float64, 1, extent, extent)[0] if extent else None)
         read += [block_of(given.numbers, np.float64, 1, extent, extent)] if extent else []
+    return chain, numbers, read
+
+
+def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/transforms/expand.cu, which transforms the elements of a panel."""
+    *plain, steps_at, to_at = pointers
+    source, rows, cols = values((_POINTER, _LONG, _LONG), plain)
+    elements, result = Elements.from_address(steps_at), _POINTER.from_address(to_at).value or 0
+    stored, to = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_STORED", "OOC_RESULT"))
+    assert cols % int(macros["OOC_WIDTH"]) == 0
+    x, y = memory.matrix(source, stored, rows, cols, cols), memory.matrix(result, to, rows, cols, cols)
+    chain, numbers, read = elements_of(memory, macros, elements, rows, cols)
 
     def run() -> None:
         with np.errstate(all="ignore"):
@@ -231,6 +240,63 @@ def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
     written = block_of(result, to, rows, cols, cols)
     return Work(run, [block_of(source, stored, rows, cols, cols), *read], [written])
+
+
+def _moments(memory: Memory, macros: Macros, pointers: list[int], *, axis: int) -> Work:
+    """Prepare the kernels moments_columns and moments_rows of kernels/transforms/moments.cu."""
+    *plain, steps_at, parts_at, stride_at = pointers
+    source, rows, cols, code = values((_POINTER, _LONG, _LONG, _REAL), plain)
+    to, stride = values((_POINTER, _LONG), [parts_at, stride_at])
+    stored, lines = numpy_dtype(_DTYPES[macros["OOC_STORED"]]), (cols, rows)[axis]
+    elements = Elements.from_address(steps_at)
+    chain, numbers, read = elements_of(memory, macros, elements, rows, cols)
+    x, count = memory.matrix(source, stored, rows, cols, cols), parts_of(rows, cols, axis)
+    size = {0: (rows, 128), 1: (cols, 4096)}[axis]
+    parts = memory.matrix(to, np.float64, MOMENTS, count * lines, stride)
+
+    def run() -> None:
+        wide = x.astype(np.float64)
+        lost = {"0": np.zeros(x.shape, bool), "1": wide == code, "2": np.isnan(wide)}[macros["OOC_MISSING"]]
+        with np.errstate(all="ignore"):
+            wide = apply(chain, numbers, wide)
+            for part in range(count):
+                at = slice(part * size[1], min(size[0], (part + 1) * size[1]))
+                here = (at, slice(None)) if axis == 0 else (slice(None), at)
+                found = parts[:, part * lines : (part + 1) * lines]
+                known = (~lost[here]).sum(axis)
+                values = np.where(lost[here], 0, wide[here])
+                mean = values.sum(axis) / np.maximum(known, 1)
+                apart = np.where(lost[here], 0, wide[here] - np.expand_dims(mean, axis))
+                found[0], found[1], found[2] = known, mean, (apart * apart).sum(axis)
+                found[3] = np.where(lost[here], np.inf, wide[here]).min(axis)
+                found[4] = np.where(lost[here], -np.inf, wide[here]).max(axis)
+
+    written = block_of(to, np.float64, MOMENTS, count * lines, stride)
+    return Work(run, [block_of(source, stored, rows, cols, cols), *read], [written])
+
+
+def _moments_merge(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare the kernel that adds parts of a block to what earlier blocks have given."""
+    kinds = _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER
+    lines, count, source, stride, first, extent, to = values(kinds, pointers)
+    parts = memory.matrix(source, np.float64, MOMENTS, count * lines, stride)
+    found = memory.matrix(to + 8 * first, np.float64, MOMENTS, lines, extent)
+
+    def run() -> None:
+        for part in range(count):
+            n, mean, squares, low, high = parts[:, part * lines : (part + 1) * lines]
+            both, apart = found[0] + n, np.where(found[0] > 0, mean - found[1], 0)
+            begins = found[0] == 0
+            with np.errstate(all="ignore"):
+                weight = np.where(both > 0, n / both, 0)
+                found[2] += np.where(n > 0, squares + apart * apart * found[0] * weight, 0)
+                found[1] = np.where(begins, mean, found[1] + apart * weight)
+                found[3] = np.where(begins, low, np.minimum(found[3], low))
+                found[4] = np.where(begins, high, np.maximum(found[4], high))
+            found[0] = both
+
+    block = block_of(to + 8 * first, np.float64, MOMENTS, lines, extent)
+    return Work(run, [block_of(source, np.float64, MOMENTS, count * lines, stride), block], [block])
 
 
 def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
@@ -308,6 +374,9 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "int8_pack": (6, _int8_pack),
     "expand": (5, _expand),
     "rank_one": (5, _rank_one),
+    "moments_columns": (7, partial(_moments, axis=0)),
+    "moments_rows": (7, partial(_moments, axis=1)),
+    "moments_merge": (7, _moments_merge),
     "measure_sums": (6, measuring.measure_sums),
     "measure_numbers": (10, measuring.measure_numbers),
     "measure_products": (6, measuring.measure_products),

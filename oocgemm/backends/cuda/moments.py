@@ -1,0 +1,146 @@
+"""Finds means, variances and extremes of the lines of a matrix, whose blocks a CUDA device reads once."""
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cupy
+import numpy as np
+
+from oocgemm.backends.base import Array, Swept
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.host_memory import keep_ring, take_ring
+from oocgemm.backends.cuda.pageable import Ring
+from oocgemm.backends.cuda.warm import Warm, take
+from oocgemm.errors import OutOfMemoryError
+from oocgemm.kernels.spec import blocks
+from oocgemm.kernels.transforms import MOMENTS, Elements, StepNumbers, moments_grid, moments_options, parts_of
+from oocgemm.planning.tiling import length, round_up
+
+# Blocks that are on the device at the same time, and those that are being copied to it.
+SLOTS, COPYING = 4, 3
+_ALIGNMENT = 512
+_pointer, _long = ctypes.c_void_p, ctypes.c_longlong
+
+
+def moments(device: int, given: Swept, axis: int, host: int, budget: int) -> Array | None:
+    """Return `MOMENTS` numbers of each line along an axis; None if they take more memory than there is.
+
+    Args:
+        device: number of the device.
+        given: the matrix.
+        axis: 0 for the moments of columns, 1 for those of rows.
+        host, budget: upper bounds in bytes on host and device memory.
+    """
+    room = Room(given, axis)
+    with cupy.cuda.Device(device):
+        ring = take_ring(device, host // 4)
+        if ring is None or room.end > budget:
+            return None
+        warm, failed = take(device), True
+        try:
+            sweep = Sweep(given, axis, room, warm.reserve(room.end, budget), warm, ring)
+            found = sweep.run()
+            failed = False
+        except OutOfMemoryError:
+            return None
+        finally:
+            cupy.cuda.runtime.deviceSynchronize()
+            warm.free() if failed else warm.keep()
+            keep_ring(device, ring)
+    return found
+
+
+class Room:
+    """The layout of device memory: byte offsets of the result (0), parts, numbers of steps, and slots."""
+
+    def __init__(self, given: Swept, axis: int) -> None:
+        self.lines = given.shape[1 - axis]
+        extents = [(length(rows), length(cols)) for rows, cols in given.cuts]
+        self.stride = max(
+            (parts_of(rows, cols, axis) * (rows, cols)[1 - axis] for rows, cols in extents), default=0
+        )
+        self.slot = round_up(max((m * n for m, n in extents), default=0) * given.dtype.itemsize, _ALIGNMENT)
+        self.parts = round_up(8 * MOMENTS * self.lines, _ALIGNMENT)
+        self.numbers = self.parts + round_up(8 * MOMENTS * self.stride, _ALIGNMENT)
+        held = sum(len(numbers) for numbers in given.numbers if numbers is not None)
+        self.slots = self.numbers + round_up(8 * held, _ALIGNMENT)
+        self.end = self.slots + SLOTS * self.slot
+
+
+class Sweep:
+    """One pass over a matrix."""
+
+    def __init__(self, given: Swept, axis: int, room: Room, address: int, warm: Warm, ring: Ring) -> None:
+        self._given, self._axis, self._room, self._address, self._ring = given, axis, room, address, ring
+        self._kernels, self._stream = warm.kernels, warm.stream("compute", 0)
+        self._options = moments_options(given.dtype.name, given.steps, given.code)
+        self._numbers = self._uploaded()
+
+    def run(self) -> Array:
+        """Upload all blocks, and return what the kernels find."""
+        size = 8 * MOMENTS * self._room.lines
+        cuda_calls.make(cuda_calls.fill(self._address, size, self._stream))
+        copying, free = deque[Callable[[], None]](), list[Any]([None] * SLOTS)
+        for number, cut in enumerate(self._given.cuts):
+            if len(copying) == COPYING:
+                copying.popleft()()
+            slot = number % SLOTS
+            at, waits = self._address + self._room.slots + slot * self._room.slot, filter(None, [free[slot]])
+            work = self._ring.upload(at, self._given.block(*cut), list(waits))
+            copying.append(partial(self._take, cut, at, work, partial(free.__setitem__, slot)))
+        while copying:
+            copying.popleft()()
+        pinned = cupy.cuda.alloc_pinned_memory(size)
+        cuda_calls.make(cuda_calls.copy(pinned.ptr, self._address, size, self._stream))
+        self._stream.synchronize()
+        return np.frombuffer(pinned, np.float64, MOMENTS * self._room.lines).reshape(MOMENTS, -1).copy()
+
+    def _take(self, cut: Any, at: int, work: Callable[[], Any], used: Callable[[Any], None]) -> None:
+        """Launch the kernels for a block when it is on the device."""
+        cuda_calls.wait(self._stream, work().end)
+        (top, bottom), (left, right) = cut
+        rows, cols = bottom - top, right - left
+        lines, first, count = (
+            (rows, cols)[1 - self._axis],
+            (top, left)[1 - self._axis],
+            parts_of(rows, cols, self._axis),
+        )
+        steps = Elements()
+        for i, (step, numbers) in enumerate(zip(self._given.steps, self._numbers, strict=True)):
+            start = {"rows": top, "cols": left, "": 0}[step.axis]
+            steps.steps[i] = StepNumbers(numbers and numbers + 8 * start, *step.constants)
+        parts, stride = _pointer(self._address + self._room.parts), _long(self._room.stride)
+        code = ctypes.c_double(0 if self._given.code is None else self._given.code)
+        with self._stream:
+            self._kernel(("moments_columns", "moments_rows")[self._axis])(
+                moments_grid(rows, cols, self._axis),
+                *(_pointer(at), _long(rows), _long(cols), code, steps, parts, stride),
+            )
+            self._kernel("moments_merge")(
+                (blocks(lines, 256), 1, 1),
+                *(_long(lines), _long(count), parts, stride, _long(first), _long(self._room.lines)),
+                _pointer(self._address),
+            )
+            event = cupy.cuda.Event()
+            event.record(self._stream)
+        used(event)
+
+    def _uploaded(self) -> list[int]:
+        """Copy the numbers of the steps to the device. Return their addresses; 0 for a step without any."""
+        at, places = self._address + self._room.numbers, list[int]()
+        for numbers in self._given.numbers:
+            places.append(0 if numbers is None else at)
+            if numbers is not None:
+                size = 8 * len(numbers)
+                pinned = cupy.cuda.alloc_pinned_memory(max(1, size))
+                np.frombuffer(pinned, np.float64, len(numbers))[...] = numbers
+                cuda_calls.make(cuda_calls.copy(at, pinned.ptr, size, self._stream))
+                self._stream.synchronize()
+                at += size
+        return places
+
+    def _kernel(self, entry: str) -> Any:
+        return self._kernels.plain("moments", entry, self._options)
