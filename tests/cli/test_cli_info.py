@@ -49,7 +49,7 @@ def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
         "sys.modules |= dict.fromkeys(('cupy', 'resvg_py', 'ml_dtypes'))\n"
         "class Driver:\n"
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
-        "from oocgemm.cli import main as cli, reporting\n"
+        "from oocgemm.cli import main as cli\n"
         "from oocgemm.backends import registry\n"
         "real = ctypes.CDLL\n"
         "with patch.object(ctypes, 'CDLL', lambda name: Driver() if 'cuda' in name else real(name)), "
