@@ -255,7 +255,7 @@ def _text(x: float, y: float, text: str, anchor: str, colour: str = "#16191d") -
     return f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
 
 
-WIDTH, HEIGHT = 1040, 550
+SHEET, HEIGHT = 1040, 550
 LEFT, RIGHT, TOP, BOTTOM = 295, 810, 112, 490
 # Minimum vertical distance between two labels, in pixels.
 LINE = 17
@@ -361,7 +361,7 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
         _label(x(mark) + (6 if right else -6), BOTTOM - 10, label, "over", "start" if right else "end")
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SHEET} {HEIGHT}" width="{SHEET}" '
         f'height="{HEIGHT}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>{''.join(parts)}</svg>\n"
     )

@@ -13,7 +13,7 @@ The dispatcher may die at any point. What it does is ordered so that the next on
 
 A worker has one job at a time, and holds its lock exactly while it computes it. To the next dispatcher, it is
 no matter how many jobs a worker had before: it asks who has the lock of a job, and waits for the end of that
-process. WorkerPool end after their job if their dispatcher has died, since the socket between them is closed.
+process. Workers end after their job if their dispatcher has died, since the socket between them is closed.
 """
 
 import fcntl

@@ -380,7 +380,7 @@ def _elements_of_pairs() -> Array:
     return np.asarray(each.view(np.uint64).reshape(-1))
 
 
-SUFFIX, COUNTS = ".grm.bin", ".grm.N.bin"
+GRM_SUFFIX, COUNTS = ".grm.bin", ".grm.N.bin"
 _STORED = np.dtype("<f4")
 # Elements of X.grm.N.bin that are written at a time.
 _BATCH = 1 << 18
@@ -496,7 +496,7 @@ class GrmMatrix(NpyMatrix):
 
 def is_grm(path: str) -> bool:
     """Return whether a path is that of a .grm.bin file, by its suffix."""
-    return path.endswith(SUFFIX) and "://" not in path
+    return path.endswith(GRM_SUFFIX) and "://" not in path
 
 
 def _is_counts(path: str) -> bool:
