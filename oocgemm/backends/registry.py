@@ -13,14 +13,14 @@ from pathlib import Path
 
 from oocgemm.backends.base import Backend
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
-from oocgemm.kernels import ladder
+from oocgemm.kernels import RUNGS
 from oocgemm.system import threads
 from oocgemm.system.threads import wake
 
 NAMES = ("auto", "cuda", "host")
 _CUDA = "oocgemm.backends.cuda.gpu"
 # The names of each backend's kernels. `auto` stands for the fastest one.
-KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
+KERNELS = {"cuda": ("auto", "cublas", *RUNGS), "host": ("auto", "blas")}
 
 # Files that exist if an NVIDIA device is visible, and files that exist if its driver is loaded. A container
 # without access to the GPU has only files of the second kind, because it sees the host's /proc/driver.

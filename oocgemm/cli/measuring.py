@@ -22,7 +22,7 @@ from oocgemm.cli.parameters import Size, option
 from oocgemm.cli.process import JSON, print_json, taking
 from oocgemm.cli.queue import SERVICE, SHORT, JobId, find
 from oocgemm.jobs.prepare import budgets_of
-from oocgemm.kernels import ladder, tuning
+from oocgemm.kernels import RUNGS, tuning
 from oocgemm.machine import info as system
 from oocgemm.machine import kernel_bench
 from oocgemm.machine.calibrate import calibrate as measure
@@ -113,7 +113,7 @@ def bench_group() -> None:
     "--kernel",
     "kernels",
     multiple=True,
-    type=click.Choice(ladder.names()),
+    type=click.Choice(RUNGS),
     help="Kernel to time; may be repeated.  [default: all]",
 )
 @click.option(

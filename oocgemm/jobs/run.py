@@ -35,7 +35,6 @@ from oocgemm.jobs.options import PathLike, Progress, RunOptions, check_names
 from oocgemm.jobs.prepare import Output, PreparedRun, check_memory, prepare
 from oocgemm.jobs.request import Request, Source
 from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of
-from oocgemm.kernels.ladder import check_plan
 from oocgemm.machine import info as system
 from oocgemm.planning.parts.partition import Partition, scaling
 from oocgemm.planning.units import counted, format_rate, format_size, format_time, parse_rate
@@ -571,6 +570,8 @@ def plan_request(request: Request) -> Plan:
         )
     planned = prepare(request, engine, running=False).plan
     if engine is None:
+        from oocgemm.kernels.ladder import check_plan
+
         check_plan(request.where.kernel, planned)
     else:
         engine.check(planned, request.where.kernel)

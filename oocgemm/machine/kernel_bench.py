@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from oocgemm import backends
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import BackendError, InputError
-from oocgemm.kernels import tuning
-from oocgemm.kernels.ladder import LADDER, choose, names
+from oocgemm.kernels import RUNGS, tuning
+from oocgemm.kernels.ladder import LADDER, choose
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
 from oocgemm.planning import COMPUTES, OPERANDS
@@ -137,7 +137,7 @@ def bench_kernels(
         InputError: there is no such kernel, dtype or precision.
         BackendError: no device is available.
     """
-    _check_known("kernel", kernels, names())
+    _check_known("kernel", kernels, RUNGS)
     _check_known("dtype", dtypes, OPERANDS)
     dtypes = dtypes or [dtype for dtype in ("float32", "float64") if dtype in COMPUTES.get(compute, ())]
     for dtype in dtypes or ("float32",):

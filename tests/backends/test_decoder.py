@@ -67,8 +67,8 @@ def decoding(shape: DecodingShape) -> Iterator[Any]:
     """Yield a function that decodes a block on the device, and returns its elements and the bytes copied."""
     import cupy
 
-    from oocgemm.backends.cuda.codecs import Decoder
     from oocgemm.backends.cuda.events import Clock
+    from oocgemm.backends.cuda.frames import Decoder
     from oocgemm.backends.cuda.launch import Kernels
 
     device = cupy.cuda.Device(0)

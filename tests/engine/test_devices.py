@@ -10,11 +10,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import zarr
+from oocgemm.cli.printing import EXIT_USAGE
 
 import oocgemm
 from oocgemm import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.backends.base import slot_offsets
-from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.planning import Kind, Plan, Tier
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.stores import arrays
@@ -327,7 +327,7 @@ def test_devices_that_do_not_exist_are_refused(
 
 def test_devices_of_different_kinds_are_refused(gpus: Device, tmp_path: Path) -> None:
     oocgemm.backends.open_backend("cuda")
-    backend = sys.modules[f"{PACKAGE}.backend"].CudaBackend
+    backend = sys.modules[f"{PACKAGE}.gpu"].CudaBackend
     describe = backend.describe
 
     def described(self: Any) -> dict[str, str]:

@@ -98,7 +98,7 @@ def test_the_limit_of_a_link_is_that_of_the_devices_address(device: Device) -> N
         return 64e9
 
     runtime, backend = sys.modules["cupy.cuda"].runtime, backends.open_backend("cuda")
-    with patch(f"{PACKAGE}.pcie.link_limit", limit):
+    with patch(f"{PACKAGE}.gpu.pci_limit", limit):
         assert backend.link_limit() == 64e9
         assert asked == [runtime.deviceGetPCIBusId(0)]
         # An attribute of 1 means that the device shares the host's page tables, by NVLink-C2C.

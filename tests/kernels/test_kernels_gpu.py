@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oocgemm.planning.integers import workspace_layout
 
 import oocgemm
-from oocgemm.kernels import ladder, tuning
+from oocgemm.kernels import RUNGS, tuning
 from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import Measured, Tuning
 from oocgemm.planning import OPERANDS, Op
-from oocgemm.planning.emulation import workspace_layout
 from tests.support.backends_here import CUDA
 from tests.support.gemm_cases import (
     ODD_SHAPES,
@@ -178,7 +178,7 @@ def test_nan_and_infinity_go_where_they_belong(multiplier: Any, kernel: Kernel) 
     np.testing.assert_array_equal(~np.isfinite(got), expected)
 
 
-@pytest.mark.parametrize("name", ladder.names())
+@pytest.mark.parametrize("name", RUNGS)
 def test_a_whole_run_takes_the_kernel_it_is_told(name: str) -> None:
     rng = np.random.default_rng(5)
     entries = [kernel for kernel in LADDER if kernel.name == name and "native" in kernel.compute]

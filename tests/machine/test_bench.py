@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import BackendError, InputError
-from oocgemm.kernels import ladder, tuning
+from oocgemm.kernels import RUNGS, ladder, tuning
 from oocgemm.kernels import spec as model
 from oocgemm.kernels.spec import Kernel
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
@@ -185,11 +185,11 @@ def test_bench_covers_all_rungs_and_tuning_is_saved(
     mark: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = kernel_bench.bench_kernels(shapes=[(64, 64, 64), (700, 300, 100)], seconds=0.001)
-    assert {row["kernel"] for row in result["rows"]} == {CUBLAS, *ladder.names()}
+    assert {row["kernel"] for row in result["rows"]} == {CUBLAS, *RUNGS}
     assert all(row["flops"] > 0 and row["seconds"][1] <= row["seconds"][0] for row in result["rows"])
     assert all(0 < row["occupancy"] <= 1 for row in result["rows"] if row["kernel"] != CUBLAS)
     counted = {row["kernel"]: row["ncu"] for row in result["rows"] if "ncu" in row}
-    assert set(counted) == (set() if "not_counted" in result else {CUBLAS, *ladder.names()})
+    assert set(counted) == (set() if "not_counted" in result else {CUBLAS, *RUNGS})
     assert all(0 < found["occupancy"] <= 1 and found["store_sectors"] > 0 for found in counted.values())
     found = kernel_bench.tune(dtypes=["float32"], seconds=0.001, classes={"thin": (300, 40, 50)})
     tuning.save(found)
@@ -241,7 +241,7 @@ def test_a_plan_takes_a_kernel_that_can_do_its_steps(tmp_path: Path, monkeypatch
         np.save(name, np.ones((300, 300)))
     given = "plan", "A.npy", "B.npy", "--backend", "cuda", "--device-memory", "1GiB", "--kernel"
     assert command(*given, "single_block", "--tile", "64x64x64").code == 0
-    assert all(command(*given, name).code == 0 for name in ladder.names() if name != "single_block")
+    assert all(command(*given, name).code == 0 for name in RUNGS if name != "single_block")
 
 
 def test_assert_close_rejects_nonfinite_and_wrong_elements() -> None:

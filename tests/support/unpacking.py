@@ -80,7 +80,7 @@ def unpacked_on_gpu(given: Batch) -> list[Array | None]:
     """Do what `unpacked` does by the kernels of a GPU, with the memory that a product has for a batch."""
     import cupy
 
-    from oocgemm.backends.cuda.codecs import Unpacker
+    from oocgemm.backends.cuda.frames import Unpacker
     from oocgemm.backends.cuda.launch import Kernels
 
     count, chunk, item = len(given.start), given.chunk, given.codec.itemsize

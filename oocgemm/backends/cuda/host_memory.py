@@ -17,7 +17,7 @@ from cupy.cuda import runtime
 
 from oocgemm.backends.base import Array, slot_offsets
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda.codecs import Decoder, Packer
+from oocgemm.backends.cuda.frames import Decoder, Packer
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.pageable import Ring
 from oocgemm.planning import Plan

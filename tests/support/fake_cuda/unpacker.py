@@ -68,7 +68,7 @@ def checked(stored: Array, checksum: int) -> bool:
 
 
 def _batch(pointers: list[int]) -> Any:
-    from oocgemm.backends.cuda.codecs import Batch  # needs cupy, which is fake by now
+    from oocgemm.backends.cuda.frames import Batch  # needs cupy, which is fake by now
 
     return Batch.from_buffer_copy(Batch.from_address(pointers[0]))
 
