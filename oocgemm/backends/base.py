@@ -272,11 +272,14 @@ class Session(Protocol):
         host_arena: resident, pinned memory for all host slots; None if the engine shall allocate it.
         begins_at_once: whether `begin` returns while a block is being copied, and may be called before the
             run.
+        kept: operations of an earlier run whose launches are kept, so that `submit` may be called before the
+            run.
     """
 
     host_arena: Array | None
     asynchronous: Collection[Kind]
     begins_at_once: bool
+    kept: Collection[Operation]
 
     @property
     def checksums(self) -> Checksums | None: ...

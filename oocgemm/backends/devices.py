@@ -113,6 +113,7 @@ class DevicesSession:
     """The sessions of one plan on several devices. Implements `Session`."""
 
     begins_at_once = False  # `engine.prefetch` supports one device
+    kept: Collection[Operation] = ()
 
     def __init__(self, each: Sequence[Session], numbers: Sequence[int]) -> None:
         self._each, self._numbers = each, numbers

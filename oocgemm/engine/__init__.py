@@ -15,8 +15,8 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 2. *Dispatch.* `executor.Run._dispatch` iterates over the schedule.
    `planning.schedule.hazards.HazardTracker.admit` compares regions to find the earlier operations that each
    operation must wait for. The operation is then queued. If too many operations are unfinished, the iteration
-   pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`inline.is_short`),
-   has no queues and no threads: `inline.InlineRun` starts its operations one after the other. If all arrays
+   pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`executor.is_short`),
+   has no threads: the calling thread starts its operations one after the other. If all arrays
    are pinned, and where those of the last run were, the session starts the operations again by itself
    (`backends.cuda.repeated`).
 

@@ -1,30 +1,36 @@
-"""Runs a schedule, and finds each operation's waits when it is queued.
+"""Runs a schedule. Each operation waits for earlier ones, as follows from the buffers that they use.
 
-A short run takes place in the calling thread (`inline.InlineRun`). In any other run, there is one queue per
-stream. The calling thread queues the operations in program order. It pauses while
-too many operations are unfinished (backpressure). Operations wait only for earlier ones, which are queued
-already. So there is no deadlock.
+The calling thread takes the operations in program order, and queues them per stream. Operations wait only for
+earlier ones, which are queued already. So there is no deadlock. Who starts them depends on the run:
 
-Reads, Writes and the operations of the host backend run in threads of their stream. So do copies between
-GPUs, whose threads wait for the other GPU. The other operations of a GPU, except Prepare, are only enqueued,
-which takes microseconds. So they need no threads of their own: any thread that has submitted an operation
-also submits those that waited only for that one. The GPU's streams then wait for each other.
+- *A short run* (`is_short`): the calling thread, one after another. An operation that would wait for the host
+  is put off: a Write, and what needs a copy of pageable memory that is in progress. So all copies that can
+  begin do so first. What can begin later does so before the thread waits for a copy.
+- *Any other run*: threads. Reads, Writes and the operations of the host backend run in threads of their
+  stream. So do copies between GPUs, whose threads wait for the other GPU. The other operations of a GPU,
+  except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: any
+  thread that has submitted an operation also submits those that waited only for that one. The calling thread
+  pauses while too many operations are unfinished (backpressure). One more thread waits for the operations,
+  and records them.
+
+The streams of a GPU wait for each other. No thread does that for them.
 
 The first failure, or a request to cancel, stops the run: no new operation starts, all threads are joined, and
 the first error is raised. Signals do not interrupt a run (`threads.shielded`).
 """
 
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
-from oocgemm.backends.base import Array, DoneToken, HostBlock, Session, Stream, Token
+from oocgemm.backends.base import Array, DoneToken, HostBlock, Pageable, Session, Stream, Token
 from oocgemm.engine.host_blocks import is_pageable
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError
@@ -104,6 +110,26 @@ POLL_INTERVAL = 4e-3
 # are copied, other threads begin the next block.
 PAGEABLE_WORKERS = 4
 STORE_KINDS = (Kind.READ, Kind.WRITE)
+# Their launches name their streams, so that the thread need not be prepared for each of them (`worker`).
+_COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
+# A run takes less time than its threads take to start if it has at most MAX_SHORT_STEPS steps, and if A, B
+# and C are in memory and have at most MAX_SHORT_BYTES bytes together. So its operations run one after another
+# in one thread.
+MAX_SHORT_STEPS, MAX_SHORT_BYTES = 16, 128 << 20
+# Without host slots, no operation keeps that thread busy: it only enqueues them on the GPU, or hands them to
+# the threads of the ring. So there may be more steps, and more bytes. The progress of such a run is not
+# shown, which takes about 0.2 s for MAX_STREAMED_BYTES of pageable arrays.
+MAX_STREAMED_STEPS, MAX_STREAMED_BYTES = 64, 2 << 30
+# The maximum number of steps whose blocks the GPU copies from and to pinned arrays. One thread enqueues an
+# operation in 20 to 60 us, the threads of a long run need 200 us. Per operation, the run takes about 3 KB.
+MAX_ENQUEUED_STEPS = 2048
+# A run from pinned memory that takes less time than this, in seconds, is not handed to another thread, which
+# takes 0.4 to 0.6 ms. An interrupt takes effect when it has ended.
+MAX_BRIEF = 0.25
+# While more operations of pinned arrays than this have been started and not been recorded, the thread of a
+# short run waits for the first of them. With about 80 pending, the driver would block the thread, which keeps
+# the GIL then.
+MAX_UNRECORDED = 64
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
 
@@ -130,7 +156,32 @@ class Verifier(Protocol):
         ...
 
 
-Perform = Callable[[Operation, list[Token]], Token]
+# Runs or submits an operation. If its block is being copied, the returned function waits for that.
+Perform = Callable[[Operation, list[Token]], Token | Callable[[], Token]]
+
+
+def is_short(plan: Plan) -> bool:
+    """Return whether a plan's operations take so little time that one thread should start all of them."""
+    layouts, problem, sizes = plan.layouts, plan.problem, plan.problem.itemsizes
+    if not problem.planes and all(map(plan.is_direct, "ABC")):
+        return plan.steps <= (MAX_ENQUEUED_STEPS if plan.devices == 1 else MAX_STREAMED_STEPS)
+    if plan.steps > MAX_STREAMED_STEPS or not (layouts.operands_in_memory and layouts.c.in_memory):
+        return False
+    streamed = all(map(plan.slots.streams, "ABC")) and not problem.planes
+    if plan.steps > MAX_SHORT_STEPS and not streamed:
+        return False
+    m, n, k = problem.m, problem.n, problem.depth
+    size = m * k * sizes["A"] + k * n * sizes["B"] + m * n * sizes["C"]
+    return size <= (MAX_STREAMED_BYTES if streamed else MAX_SHORT_BYTES)
+
+
+def is_brief(plan: Plan) -> bool:
+    """Return whether a run is so short that the thread of the caller should do all of it.
+
+    Pageable arrays are copied by threads. To leave the run to one more thread costs nothing then: 512^3 took
+    0.1 ms less.
+    """
+    return plan.setting.enqueues and is_short(plan) and plan.prediction.total < MAX_BRIEF
 
 
 class Run:
@@ -175,12 +226,17 @@ class Run:
         self._unwritten: dict[Tile, int] = {}  # bytes still to be written of each partly written tile
         self._writing = threading.Lock()
         self._queues: dict[Stream, tuple[SimpleQueue[Item | None], list[threading.Thread]]] = {}
-        self._asynchronous: dict[Stream, deque[Item]] = {}  # queued, not yet submitted
+        self._alone = is_short(plan)  # whether the calling thread starts all operations
+        self._unstarted: dict[Stream, deque[Item]] = {}  # of the operations that have no thread of their own
         self._submitting = threading.Lock()
-        self._rescan = False  # whether an asynchronous operation may have become ready
+        self._rescan = False  # whether an operation without a thread of its own may have become ready
         self._annotate = annotation()
         self._in_flight: SimpleQueue[Item | None] = SimpleQueue()
         self._all_submitted = threading.Event()
+        # Of a short run: copies of pageable memory that have begun, and what the thread is prepared for.
+        self._copying: deque[tuple[Item, Callable[[], Token]]] = deque()
+        self._entered: Stream | None = None
+        self._worker = ExitStack()
         self._ended = 0
         self._error: BaseException | None = None
         self._failing = threading.Lock()
@@ -192,12 +248,106 @@ class Run:
         Raises the first error: an operation's, or that of `cancel`. Run it where no signal can interrupt it.
         """
         with short_switch_interval(), (cancel or Cancel()).calling(self._fail):
-            self._run()
+            self._run_alone() if self._alone else self._run_in_threads()
         first, self._error = self._error, None  # breaks a reference cycle through the error's frames
         if first is not None:
             raise first
 
-    def _run(self) -> None:
+    def _items(self) -> Iterator[Item]:
+        """Yield the operations in program order, each with those that it waits for."""
+        if self._alone:  # a plan keeps the waits of a short run
+            completions = list[Completion]()
+            for operation, waits in self._plan.program:
+                completions.append(Completion(self._first + len(completions)))
+                yield operation, [completions[i] for i in waits], completions[-1]
+            return
+        tracker: HazardTracker[Completion] = HazardTracker()
+        for number, operation in enumerate(self._plan.schedule(), self._first):
+            completion = Completion(number)
+            yield operation, tracker.admit(operation, completion), completion
+
+    def _run_alone(self) -> None:
+        """Start all operations in this thread."""
+        with self._worker:
+            try:
+                self._start_all()
+            except BaseException as error:
+                self._fail(error)
+            while self._copying:
+                self._end_copy()
+        self._record_all_but(0)
+
+    def _start_all(self) -> None:
+        """Start the operations that need not wait for the host, in program order, and then the other ones."""
+        direct = all(map(self._plan.is_direct, "ABC"))
+        max_unrecorded = MAX_UNRECORDED if direct else sys.maxsize
+        puts_off_writes = bool(self._session.asynchronous)
+        for item in self._items():
+            operation = item[0]
+            queue = self._unstarted.setdefault(Stream.of(operation), deque())
+            # A stream runs its operations in program order, and waits are derived from that.
+            if queue or not is_ready(item) or (puts_off_writes and operation.kind is Kind.WRITE):
+                queue.append(item)
+                continue
+            self._start(item)
+            self._record_all_but(max_unrecorded)
+            if self._error is not None:
+                return
+        while self._error is None and self._start_ready():
+            if self._copying:
+                self._end_copy()
+
+    def _start_ready(self) -> bool:
+        """Start the operations that need not wait for a copy. Return whether anything is left to do.
+
+        A Write waits for the device. So it is started when all else has been.
+        """
+        while self._error is None and (stream := self._next_stream()):
+            queue = self._unstarted[stream]
+            if self._copying and queue[0][0].kind is Kind.WRITE:
+                break
+            self._start(queue.popleft())
+        return bool(self._copying) or any(self._unstarted.values())
+
+    def _start(self, item: Item) -> None:
+        """Run, submit or begin an operation in this thread."""
+        operation = item[0]
+        if operation.kind in STORE_KINDS:
+            self._step(item, self._transfer)
+            return
+        try:
+            self._enter(operation)
+        except BaseException as error:
+            self._fail(located_error(error, operation))
+        self._step(item, self._submit)
+
+    def _enter(self, operation: Operation) -> None:
+        """Prepare this thread for the launches of an operation."""
+        stream, entered = Stream.of(operation), self._entered
+        if entered is not None and operation.kind in _COPIES and stream.device == entered.device:
+            return
+        if stream != entered:
+            self._worker.close()
+            self._worker.enter_context(self._session.worker(stream))
+            self._entered = stream
+
+    def _end_copy(self) -> None:
+        """Wait until the block of pageable memory whose copy began first has been read or written."""
+        (operation, _, completion), ended = self._copying.popleft()
+        try:
+            completion.token = ended()
+        except BaseException as error:
+            self._fail(located_error(error, operation))
+        completion.post()
+
+    def _record_all_but(self, count: int) -> None:
+        """Wait for all but the last `count` operations, in the order of their start; pass on their spans."""
+        while self._in_flight.qsize() > count:
+            item = self._in_flight.get()
+            if item is not None:
+                self._record(item)
+
+    def _run_in_threads(self) -> None:
         """Run the operations in one or more threads per stream. Collect their spans in another thread."""
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
         start(collector)
@@ -215,20 +365,17 @@ class Run:
         collector.join()
 
     def _dispatch(self) -> None:
-        """Queue the schedule's operations in program order, each with the earlier ones that it waits for."""
-        tracker: HazardTracker[Completion] = HazardTracker()
+        """Queue the schedule's operations in program order."""
         strips = -(-self._plan.tile.m // max(1, self._plan.slots.strip))
         limit = self._plan.devices * (MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * strips)
-        for number, operation in enumerate(self._plan.schedule(), self._first):
-            while self._error is None and number - self._first - self._ended > limit:
+        for queued, item in enumerate(self._items()):
+            while self._error is None and queued - self._ended > limit:
                 sleep(POLL_INTERVAL)
             if self._error is not None:
                 return
-            completion = Completion(number)
-            waits = tracker.admit(operation, completion)
-            item: Item = operation, waits, completion
+            operation = item[0]
             if self._is_asynchronous(operation):
-                self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
+                self._unstarted.setdefault(Stream.of(operation), deque()).append(item)
                 # If it is not ready, it is submitted when the last operation that it waits for has been.
                 if is_ready(item):
                     self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
@@ -259,21 +406,23 @@ class Run:
                 self._submitting.release()
 
     def _next_stream(self) -> Stream | None:
-        """Return the stream of the asynchronous operation to submit next: the earliest ready one.
+        """Return the stream of the operation to start next: the earliest ready one, but Writes come last.
 
         In another order, a strip's Download might be submitted after the Multiplies of later strips, and
         would start late.
         """
-        heads = [(items[0], stream) for stream, items in list(self._asynchronous.items()) if items]
-        ready = ((item[2].number, stream) for item, stream in heads if is_ready(item))
-        return min(ready, default=(0, None))[1]
+        heads = [(items[0], stream) for stream, items in list(self._unstarted.items()) if items]
+        ready = (
+            (item[0].kind is Kind.WRITE, item[2].number, stream) for item, stream in heads if is_ready(item)
+        )
+        return min(ready, default=(False, 0, None))[2]
 
     def _submit_from(self, stream: Stream) -> None:
         """Submit operations of a stream, until the next operation to submit belongs to another stream."""
         try:
             with nullcontext() if self._error is not None else self._session.worker(stream):
                 while self._next_stream() == stream:
-                    self._step(self._asynchronous[stream].popleft(), self._submit)
+                    self._step(self._unstarted[stream].popleft(), self._submit)
         except BaseException as error:  # raised by `worker`, for example because the device is lost
             self._fail(located_error(error, f"stream {stream.lane}"))
 
@@ -315,7 +464,7 @@ class Run:
             with context:
                 while (item := queue.get()) is not None:
                     self._step(item, perform)
-                    if self._asynchronous:
+                    if self._unstarted:
                         self._submit_ready()
                 ended = True
         except BaseException as error:  # raised by `worker`, for example because the device is lost
@@ -330,7 +479,15 @@ class Run:
             tokens = [wait.submitted() for wait in waits]
             if self._error is None:
                 with self._annotate(operation):
-                    completion.token = perform(operation, tokens)
+                    token = perform(operation, tokens)
+                    if not callable(token):
+                        completion.token = token
+                    elif self._alone:
+                        self._copying.append((item, token))
+                        self._in_flight.put(item)
+                        return
+                    else:
+                        completion.token = token()
         except Cancelled:
             pass
         except BaseException as error:
@@ -381,9 +538,11 @@ class Run:
         if left == 0 and self._finished is not None:
             self._finished(tile)
 
-    def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
+    def _submit(self, operation: Operation, tokens: list[Token]) -> Token | Callable[[], Token]:
         """Submit an operation that runs on the device to the backend."""
         host, begun = self._host_block(operation), self._begun.pop(operation, None)
+        if isinstance(host, Pageable):
+            return begun or self._session.begin(operation, host, tokens)
         return self._session.submit(operation, host, tokens) if begun is None else begun()
 
     def _host_block(self, operation: Operation) -> HostBlock:
@@ -406,13 +565,15 @@ class Run:
         while (item := self._in_flight.get()) is not None:
             if self._in_flight.empty():
                 self._all_submitted.wait(POLL_INTERVAL)
-            operation, waits, completion = item
-            assert completion.token is not None
-            self._record(completion.number, operation, (wait.number for wait in waits), completion.token)
+            self._record(item)
             self._ended += 1
 
-    def _record(self, number: int, operation: Operation, waits: Iterable[int], token: Token) -> None:
-        """Wait for a submitted operation, and pass its span to the observer. `waits` are numbers."""
+    def _record(self, item: Item) -> None:
+        """Wait for an operation, if it has been submitted, and pass its span to the observer."""
+        operation, waits, completion = item
+        token = completion.token
+        if token is None:
+            return
         try:
             token.synchronize()
             start, end = token.interval()
@@ -420,7 +581,10 @@ class Run:
                 self._verifier.ended(operation)
             if token.bytes is not None:
                 operation = operation._replace(bytes=token.bytes)
-            self._observe(Span.of(number, operation, start - self._origin, end - self._origin, waits))
+            numbers = (wait.number for wait in waits)
+            self._observe(
+                Span.of(completion.number, operation, start - self._origin, end - self._origin, numbers)
+            )
         except BaseException as error:
             self._fail(located_error(error, operation))
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 
-from oocgemm.backends.base import Pageable, Session, Stream, Token
-from oocgemm.engine.executor import located_error
-from oocgemm.engine.host_blocks import host_block, is_pageable
-from oocgemm.engine.inline import is_short
+from oocgemm.backends.base import Pageable, Pinned, Session, Stream, Token
+from oocgemm.engine.executor import is_short, located_error
+from oocgemm.engine.host_blocks import host_block
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.schedule.hazards import Program
-from oocgemm.stores import Matrix, memory
+from oocgemm.stores import Matrix
 from oocgemm.stores.base import Retries
 
 # At most MAX_BEGUN Uploads begin before the run, and only those among its first MAX_SEEN operations. Copies
@@ -33,30 +33,30 @@ class Prefetch:
         self.begun: dict[Operation, Callable[[], Token]] = {}
         self._called = False
 
-    def begin(self, plan: Plan, operands: Mapping[str, Matrix], c: Matrix | None) -> None:
+    def begin(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
         """Begin the first Uploads that wait for no other operation, unless that was done before.
 
         Only Uploads of arrays in memory, and of files in the page cache that compiled code reads, can begin.
         Reads of other files may have to be repeated, and only a run can be told to stop that. `operands` are
-        A and B by name. C is None if it does not exist.
+        A and B by name.
         """
         if self._called or not self.session.begins_at_once:
             return
         self._called = True
-        prefetch = getattr(self.session, "prefetch", None)
-        if prefetch is not None and c is not None:
-            with _located("the first uploads"):
-                prefetch([*map(memory, (operands["A"], operands["B"], c))])
         # A plan keeps its program, so one of many operations is not asked for it.
         program = plan.program if is_short(plan) else Program(plan.schedule())
         for operation, waits in islice(program, MAX_SEEN):
             operand = operation.operand
             first = operation.kind is Kind.UPLOAD and not waits and operand in ("A", "B")
-            if first and is_pageable(plan, operation) and len(self.begun) < MAX_BEGUN:
-                block = host_block(plan, operands[operand], operation, self.retries.read)
+            if not first or not plan.slots.streams(operand) or len(self.begun) == MAX_BEGUN:
+                continue
+            block = host_block(plan, operands[operand], operation, self.retries.read)
+            with _located(operation), self.session.worker(Stream.of(operation)):
                 if isinstance(block, Pageable) and (block.memory is not None or block.stored is not None):
-                    with _located(operation), self.session.worker(Stream.of(operation)):
-                        self.begun[operation] = self.session.begin(operation, block, [])
+                    self.begun[operation] = self.session.begin(operation, block, [])
+                elif isinstance(block, Pinned) and operation in self.session.kept:
+                    token = self.session.submit(operation, block, [])
+                    self.begun[operation] = partial(_same, token)
 
     def close(self, *, failed: bool) -> None:
         """Wait for all that has begun, and close the session."""
@@ -68,8 +68,12 @@ class Prefetch:
         self.session.close(failed)
 
 
+def _same(token: Token) -> Token:
+    return token
+
+
 @contextmanager
-def _located(where: Operation | str) -> Iterator[None]:
+def _located(where: Operation) -> Iterator[None]:
     """Let an error in the `with` block name the operation that failed."""
     try:
         yield

@@ -22,7 +22,7 @@ from oocgemm.planning import Kind, Operation, Plan, Slot, Tier
 from oocgemm.planning.cost.coding import slot_frames
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, payload_bytes, slot_bytes
 from oocgemm.planning.tiling import Range, ceil_div, length
-from oocgemm.stores import FULL, Array, Coded, Matrix, memory, no_room
+from oocgemm.stores import FULL, Array, Coded, Matrix, no_room
 from oocgemm.stores.base import Retries, failure
 from oocgemm.stores.codecs import index_of
 from oocgemm.system.resources import allocate
@@ -391,11 +391,6 @@ class Staging:
     def arena(self) -> Array:
         """The memory of all host slots, as bytes."""
         return self._slots.arena
-
-    @property
-    def arrays(self) -> list[Array]:
-        """A, B and C, which must be in memory."""
-        return [memory(self._operands[operand]) for operand in "ABC"]
 
     @property
     def retried(self) -> list[str]:

@@ -11,8 +11,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from oocgemm import stores
-from oocgemm.engine.executor import Observer, Run
-from oocgemm.engine.inline import InlineRun, is_short
+from oocgemm.engine.executor import Observer, Run, is_short
 from oocgemm.engine.mirror import outside_kept
 from oocgemm.engine.prefetch import Prefetch
 from oocgemm.engine.staging import Staging
@@ -156,7 +155,7 @@ def execute(
         opened = cleanup.enter_context(ExitStack())
         if prefetch is not None:
             opened.push(lambda kind, error, trace: prefetch.close(failed=error is not None))
-            prefetch.begin(job.plan, job.read, job.output.matrix)
+            prefetch.begin(job.plan, job.read)
         target = cleanup.enter_context(open_target(job))
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
@@ -268,9 +267,8 @@ def _stream(
     """
 
     def run(part: Plan, checks: "Checks | None") -> None:
-        kind = InlineRun if is_short(part) else Run
         numbered = log.spans, prefetch.begun
-        one = kind(part, prefetch.session, staging, origin, observe, target.finished, checks, *numbered)
+        one = Run(part, prefetch.session, staging, origin, observe, target.finished, checks, *numbered)
         try:
             one.execute(cancel)
         finally:

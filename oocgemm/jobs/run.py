@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from oocgemm import backends, planning, stores
 from oocgemm.backends import Backend
-from oocgemm.engine.inline import is_brief
+from oocgemm.engine.executor import is_brief
 from oocgemm.engine.prefetch import Prefetch
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.jobs import support
@@ -499,7 +499,7 @@ def run_again(
         return None
     with ExitStack() as undo:
         undo.push(lambda kind, error, trace: prefetch.close(failed=error is not None))
-        prefetch.begin(job.plan, job.read, job.output.matrix)
+        prefetch.begin(job.plan, job.read)
         prepared = PreparedJob(request, Begun(origin, recent.engine, job, prefetch))
         undo.pop_all()
     return prepared.run(progress, cancel)

@@ -22,7 +22,7 @@ import click
 import numpy as np
 
 import oocgemm
-from oocgemm.engine import inline
+from oocgemm.engine import executor
 
 Call = Callable[[Any, Any], Any]
 
@@ -59,12 +59,12 @@ def main() -> None:
 @click.option("--short-bytes", default=1 << 40, help="Largest product that the short run takes, in bytes.")
 def calls(backend: str, sizes: list[int], dtype: str, samples: int, short_bytes: int) -> None:
     """Time warm calls of `oocgemm.matmul`."""
-    limit = inline.MAX_STREAMED_STEPS
-    inline.MAX_SHORT_BYTES = inline.MAX_STREAMED_BYTES = short_bytes
+    limit = executor.MAX_STREAMED_STEPS
+    executor.MAX_SHORT_BYTES = executor.MAX_STREAMED_BYTES = short_bytes
 
     def product(steps: int) -> Call:
         def multiply(a: Any, b: Any) -> Any:
-            inline.MAX_STREAMED_STEPS = steps
+            executor.MAX_STREAMED_STEPS = steps
             return oocgemm.matmul(a, b, backend=backend)
 
         return multiply

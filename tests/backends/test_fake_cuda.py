@@ -15,7 +15,7 @@ import pytest
 
 import oocgemm
 from oocgemm import backends
-from oocgemm.engine import inline
+from oocgemm.engine import executor
 from oocgemm.errors import ExecutionError
 from tests.support.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda, libraries
 from tests.support.fake_cuda.memory import Block
@@ -56,7 +56,7 @@ def test_a_product_is_exact_in_any_order_of_the_streams(
     """Also if one thread starts all operations, each as soon as it can begin."""
     a, b, c = (x.astype(dtype) for x in (A, B, C))
     if threads:
-        monkeypatch.setattr(inline, "MAX_STREAMED_STEPS", -1)
+        monkeypatch.setattr(executor, "MAX_STREAMED_STEPS", -1)
     with fake_cuda(seed) as device:
         oocgemm.gemm(a, b, c, beta=2, backend="cuda", kernel="cublas", tile="20x30x20")
         device.check()

@@ -19,7 +19,7 @@ import oocgemm
 from oocgemm import stores
 from oocgemm.backends.base import Token
 from oocgemm.backends.host.backend import HostSession
-from oocgemm.engine import executor, inline
+from oocgemm.engine import executor
 from oocgemm.engine.executor import Run, annotation
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, TileShape, setting
@@ -89,7 +89,7 @@ def test_the_first_error_is_the_one_that_is_raised(
     mapped: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Files are read into host slots, and memory maps while they are uploaded."""
-    monkeypatch.setattr(inline, "MAX_STREAMED_STEPS", -1)
+    monkeypatch.setattr(executor, "MAX_STREAMED_STEPS", -1)
     right, begun, failed = Run._fail, threading.Event(), threading.Event()
     sources = [np.load(path, mmap_mode="r") if mapped else path for path in saved(tmp_path, A, B)]
     matrix: Any = type(stores.open_matrix("A", sources[0]))
@@ -274,7 +274,7 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
 
     Here it waits until the Multiply of the previous step has been submitted.
     """
-    monkeypatch.setattr(inline, "MAX_STREAMED_STEPS", -1)  # a short run has one thread for all operations
+    monkeypatch.setattr(executor, "MAX_STREAMED_STEPS", -1)  # a short run has one thread for all operations
     monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
     # The first Prepare has no Multiply to wait for.
     right, multiplied = HostSession.submit, threading.Semaphore(1)

@@ -18,7 +18,7 @@ import oocgemm
 from oocgemm import backends
 from oocgemm.backends.base import Pageable, Token
 from oocgemm.backends.host.backend import HostSession
-from oocgemm.engine import inline
+from oocgemm.engine import executor
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation
 from oocgemm.system import resources, threads
@@ -39,7 +39,7 @@ extents = st.integers(0, 40)
 
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inline, "MAX_STREAMED_STEPS", -1)
+    monkeypatch.setattr(executor, "MAX_STREAMED_STEPS", -1)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_one_thread_starts_the_operations_of_several_devices(verify: bool) -> No
     x = np.random.default_rng(0).integers(-3, 4, (96, 96)).astype(float)
     with fake_cuda(devices=2) as device:
         result = oocgemm.gemm(x, x, devices=[1, 0], tile="48x48x24", verify=verify, **CUDA)
-        assert inline.is_short(result.plan)
+        assert executor.is_short(result.plan)
         np.testing.assert_array_equal(result.out, x @ x)
         device.check()
 
@@ -68,9 +68,9 @@ def test_one_thread_computes_what_many_threads_compute(
     options: dict[str, Any] = {"beta": beta, "verify": verify, "trans_a": transposed, "backend": "host"}
     options["tile"] = f"{max(1, (m + 1) // 2)}x{max(1, n)}x{max(1, (k + 1) // 2)}"
     found = []
-    for steps in (inline.MAX_STREAMED_STEPS, -1):
+    for steps in (executor.MAX_STREAMED_STEPS, -1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(inline, "MAX_STREAMED_STEPS", steps)
+            patch.setattr(executor, "MAX_STREAMED_STEPS", steps)
             if slots:
                 with staged():
                     found.append(oocgemm.gemm(a, b, c.copy(), **options))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from oocgemm.engine.inline import is_brief, is_short
+from oocgemm.engine.executor import is_brief, is_short
 from oocgemm.planning import Budgets, InMemory, Layouts, Plan, TileShape, default_model, make_plan
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.search.slot_counts import STRIP_WAVES, TENSOR_BLOCK

@@ -11,7 +11,7 @@ import pytest
 import oocgemm
 from oocgemm.backends.base import DoneToken
 from oocgemm.backends.host.backend import HostSession
-from oocgemm.engine import inline
+from oocgemm.engine import executor
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.tile_checks import Checks
 from oocgemm.planning import Kind, Operation
@@ -30,7 +30,7 @@ SUMMED = ENGINES[2:]
 
 def in_threads() -> Any:
     """Run short products in threads too, which hand each operation to `submit`, where tests change data."""
-    return patch.object(inline, "MAX_STREAMED_STEPS", -1)
+    return patch.object(executor, "MAX_STREAMED_STEPS", -1)
 
 
 SETTINGS: dict[str, Callable[[], Any]] = {

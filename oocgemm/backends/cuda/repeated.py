@@ -1,23 +1,27 @@
-"""A session that stays open for the next run of the same plan, and may make the same launches again.
+"""A session that stays open for the next run of the same plan, and keeps the launches of operations.
 
 Opening a session takes as long as copying 10 MB, and preparing the launches of an operation as long as
 copying 4 MB. So the session of a run in memory is kept. Of a short run from pinned memory, it also keeps the
-launches. If A, B and C of the next run have the same addresses, it makes these launches again, with the same
-waits, in the same order and on the same streams.
+launches of each operation. If the operation's block in host memory has the same address in the next run, and
+if it waits for the same events, the session makes these launches again.
 """
 
-from collections.abc import Callable, Generator, Sequence, Sized
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any, NamedTuple
 
 from cupy.cuda import runtime
 
-from oocgemm.backends.base import Array, Stream, Token
+from oocgemm.backends.base import Array, Found, HostBlock, Pageable, Pinned, Token
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.backends.cuda.warm import reuse
-from oocgemm.planning import Kind, Operation, Plan
+from oocgemm.planning import Operation, Plan
+
+# Maximum number of operations whose launches are kept, which take about 3 KB each.
+MAX_MADE = 8192
 
 
 def is_repeatable(plan: Plan) -> bool:
@@ -29,17 +33,28 @@ def is_repeatable(plan: Plan) -> bool:
     return plan.devices == 1 and in_memory and not depends
 
 
+class Made(NamedTuple):
+    """The launches of an operation.
+
+    Attributes:
+        at: where the block in host memory is; None for an operation without one.
+        waits: the events for which the operation's stream waits first.
+        again: makes the launches, and returns what `calls.recording_around` returns.
+        token: the handle of the operation that made them.
+    """
+
+    at: object
+    waits: list[Any]
+    again: Callable[[], int]
+    token: CudaToken
+
+
 class RepeatedSession(CudaSession):
     """A session of a plan that `is_repeatable`."""
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._run_by, self._keeps_launches = (plan, kernel), spins(plan)
-        # Where A, B and C are, and per operation the function that enqueues it again, and its token.
-        self._at: list[object] = []
-        self._made: list[tuple[Callable[[], int], CudaToken]] = []
-        # How many of the operations are Uploads before any other one, and the tokens of those that this run
-        # has started already.
-        self._first_uploads, self._prefetched = 0, list[Token]()
+        self.kept = self._made = dict[Operation, Made]()
         super().__init__(device, plan, kernel)
 
     def runs(self, plan: Plan, kernel: str) -> bool:
@@ -47,55 +62,28 @@ class RepeatedSession(CudaSession):
 
     def reopen(self) -> None:
         """Begin another run of the plan. The session was closed. This run allocates no device memory."""
-        self._closed, self._free_before, self._prefetched = False, None, []
+        self._closed, self._free_before = False, None
         self._host = HostMemory(self._device)
         self._host.take(self._run_by[0], self._multiplier.kernels, 0)
 
-    def prefetch(self, operands: Sequence[Array]) -> None:
-        """Begin to upload the first blocks, if A, B and C have the addresses that they had in the last run.
-
-        The GPU copies them while the rest of the run is prepared. C is not changed.
-        """
-        if self._made and list(map(_place, operands)) == self._at:
-            with self._device:
-                self._prefetched += map(self._start_again, self._made[: self._first_uploads])
-
-    def repeat(self, operands: Sequence[Array], program: Sized) -> Generator[Token, None, None] | None:
-        """Return a generator that starts all operations of the last run again, and yields their tokens.
-
-        Return None if A, B and C have other addresses, or if the last run did not start all operations of
-        `program`. The launches of the operations that follow are then remembered. Return None also for a run
-        that is not short, or not from pinned memory.
-        """
-        if not self._keeps_launches:
-            return None
-        at = list(map(_place, operands))
-        if at != self._at or len(self._made) != len(program):
-            self._at, self._made, self._first_uploads = at, [], 0
-            return None
-        return self._all_again()
-
-    def _all_again(self) -> Generator[Token, None, None]:
-        yield from self._prefetched
-        with self.worker(Stream(0, "compute")):
-            yield from map(self._start_again, self._made[len(self._prefetched) :])
-
-    def _start_again(self, made: tuple[Callable[[], int], CudaToken]) -> Token:
-        enqueue, token = made
-        own = Work(token.own.start, enqueue(), token.end)
-        return CudaToken(token.stream, own, token.end, self._clock, token.check)
-
-    def _enqueue(
-        self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
-    ) -> CudaToken:
-        token = super()._enqueue(operation, launches, after)
-        if self._at:  # otherwise `repeat` was not called, and will not be
-            waits = [x.end for x in own_tokens(after, self._clock) if x.stream != operation.stream]
-            own, stream = token.own, self._streams[operation.stream]
-            again = cuda_calls.recording_around(launches, own.start, own.end, stream, waits)
-            if operation.kind is Kind.UPLOAD and len(self._made) == self._first_uploads:
-                self._first_uploads += 1
-            self._made.append((again, token))
+    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
+        if not self._keeps_launches or isinstance(host, Pageable):
+            return super().submit(operation, host, after)
+        self._wait(operation)
+        at = _place(host.array) if isinstance(host, Pinned) else None
+        waits = [x.end for x in own_tokens(after, self._clock) if x.stream != operation.stream]
+        made = self._made.get(operation)
+        if made is not None and (made.at, made.waits) == (at, waits):
+            token = made.token
+            own = Work(token.own.start, made.again(), token.end)
+            return CudaToken(token.stream, own, token.end, self._clock, token.check)
+        assert not isinstance(host, Found)  # a repeatable plan stores C
+        launches = self._launches(operation, host, stream := self._streams[operation.stream])
+        with self._host.submitting():
+            token = self._enqueue(operation, launches, after)
+        if made is not None or len(self._made) < MAX_MADE:
+            again = cuda_calls.recording_around(launches, token.own.start, token.end, stream, waits)
+            self._made[operation] = Made(at, waits, again, token)
         return token
 
     def close(self, failed: bool = False) -> None:

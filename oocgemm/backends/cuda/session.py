@@ -121,6 +121,7 @@ class CudaSession:
     # Prepare is missing here: its thread waits until the device has found out how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
     begins_at_once = True
+    kept: Collection[Operation] = ()
 
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)

@@ -50,6 +50,7 @@ class HostSession:
     host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
     begins_at_once = False
+    kept: Collection[Operation] = ()
 
     def __init__(self, plan: Plan, beside: "Sequence[HostSession]" = ()) -> None:
         self._problem = plan.problem
