@@ -175,7 +175,7 @@ def host_block(
     `transfer` copies parts of a pageable block from or to the matrix. Of a sparse C, the result takes the
     elements that the device has found.
     """
-    if isinstance(matrix, Collecting) and plan.problem.sink.bounded:
+    if plan.problem.sink.bounded and isinstance(matrix, Collecting):
         return Found(partial(matrix.put, operation.m, operation.n))
     (top, bottom), (left, right) = stored_block(plan, operation)
     if plan.is_direct(operation.operand):

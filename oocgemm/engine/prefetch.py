@@ -1,8 +1,7 @@
 """Begins the first uploads of a run, so that the GPU copies while the rest of the run is prepared."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import islice
 
 from oocgemm.backends.base import Pageable, Pinned, Session, Stream, Token
@@ -40,23 +39,35 @@ class Prefetch:
         Reads of other files may have to be repeated, and only a run can be told to stop that. `operands` are
         A and B by name.
         """
-        if self._called or not self.session.begins_at_once:
+        streamed = [operand for operand in ("A", "B") if plan.slots.streams(operand)]
+        if self._called or not self.session.begins_at_once or not streamed:
             return
         self._called = True
         # A plan keeps its program, so one of many operations is not asked for it.
         program = plan.program if is_short(plan) else Program(plan.schedule())
-        for operation, waits in islice(program, MAX_SEEN):
-            operand = operation.operand
-            first = operation.kind is Kind.UPLOAD and not waits and operand in ("A", "B")
-            if not first or not plan.slots.streams(operand) or len(self.begun) == MAX_BEGUN:
-                continue
-            block = host_block(plan, operands[operand], operation, self.retries.read)
-            with _located(operation), self.session.worker(Stream.of(operation)):
-                if isinstance(block, Pageable) and (block.memory is not None or block.stored is not None):
-                    self.begun[operation] = self.session.begin(operation, block, [])
-                elif isinstance(block, Pinned) and operation in self.session.kept:
-                    token = self.session.submit(operation, block, [])
-                    self.begun[operation] = partial(_same, token)
+        first = [
+            operation
+            for operation, waits in islice(program, MAX_SEEN)
+            if not waits and operation.kind is Kind.UPLOAD and operation.operand in streamed
+        ]
+        if first:
+            with self.session.worker(Stream.of(first[0])):
+                for operation in first[:MAX_BEGUN]:
+                    try:
+                        self._begin(plan, operands[operation.operand], operation)
+                    except Exception as error:
+                        located = located_error(error, operation)
+                        if located is error:
+                            raise
+                        raise located from error
+
+    def _begin(self, plan: Plan, matrix: Matrix, operation: Operation) -> None:
+        block = host_block(plan, matrix, operation, self.retries.read)
+        if isinstance(block, Pageable) and (block.memory is not None or block.stored is not None):
+            self.begun[operation] = self.session.begin(operation, block, [])
+        elif isinstance(block, Pinned) and operation in self.session.kept:
+            token = self.session.submit(operation, block, [])
+            self.begun[operation] = lambda: token
 
     def close(self, *, failed: bool) -> None:
         """Wait for all that has begun, and close the session."""
@@ -66,19 +77,3 @@ class Prefetch:
             with suppress(Exception):  # the run has failed already
                 self.begun.popitem()[1]()
         self.session.close(failed)
-
-
-def _same(token: Token) -> Token:
-    return token
-
-
-@contextmanager
-def _located(where: Operation) -> Iterator[None]:
-    """Let an error in the `with` block name the operation that failed."""
-    try:
-        yield
-    except Exception as error:
-        located = located_error(error, where)
-        if located is error:
-            raise
-        raise located from error

@@ -3,7 +3,7 @@
 A caller asks for a capability, never for a class.
 
 A capability is a protocol. A matrix has it if its class has the methods, which need not be declared. Most of
-these protocols consist of methods only: `isinstance` then looks at the class, once.
+these protocols consist of methods only.
 
 *Durable results.* An interrupted run can be resumed.
 
@@ -51,9 +51,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, _ProtocolMeta, runtime_checkable
 
 import numpy as np
 
@@ -70,9 +69,22 @@ from oocgemm.system.installed import compiled
 # The element that stands for a missing genotype.
 MISSING = -1
 
+# Whether matrices of a class have a capability.
+_known: dict[tuple[type, type], bool] = {}
+
+
+class _Capability(_ProtocolMeta):
+    """Remembers which classes have a capability. Python looks every method up, which takes up to 10 us."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:  # noqa: N805 - a class of classes
+        key = cls, type(instance)
+        if key not in _known:
+            _known[key] = super().__instancecheck__(instance)
+        return _known[key]
+
 
 @runtime_checkable
-class Durable(Protocol):
+class Durable(Protocol, metaclass=_Capability):
     """A result that outlives the process: it can be flushed, and marked as complete."""
 
     def sync(self) -> None:
@@ -151,7 +163,7 @@ class ResumableMatrix(Matrix, Resumable, Protocol):
 
 
 @runtime_checkable
-class Coded(Protocol):
+class Coded(Protocol, metaclass=_Capability):
     """A matrix of compressed chunks (frames) that a device can decode or encode."""
 
     def coding(self) -> Coding | None:
@@ -171,7 +183,7 @@ class Coded(Protocol):
 
 
 @runtime_checkable
-class Addressed(Protocol):
+class Addressed(Protocol, metaclass=_Capability):
     """A matrix whose elements have addresses from which a device, or compiled code, copies them."""
 
     def memory(self) -> Array | None:
@@ -185,7 +197,7 @@ class Addressed(Protocol):
 
 
 @runtime_checkable
-class Collecting(Protocol):
+class Collecting(Protocol, metaclass=_Capability):
     """A result that keeps some elements of C and drops the others. It cannot be read."""
 
     def put(self, rows: Range, cols: Range, segments: Array, elements: Array) -> None:
@@ -205,7 +217,7 @@ class Collecting(Protocol):
 
 
 @runtime_checkable
-class Merging(Protocol):
+class Merging(Protocol, metaclass=_Capability):
     """A result to which several devices write what they have found of the same rows. It cannot be read."""
 
     def merged(self) -> Matrix:
@@ -224,34 +236,21 @@ class Genotypes(Matrix, Protocol):
         """Return the stored bytes, with four genotypes each, as a matrix with a row per variant."""
 
 
-@cache
-def _are_addressed(kind: type[Matrix]) -> bool:
-    """Return whether matrices of a class are `Addressed`: `isinstance` takes 10 us where a call takes 300."""
-    return issubclass(kind, Addressed)
-
-
-def _addressed(matrix: Matrix) -> Addressed | None:
-    return cast(Addressed, matrix) if _are_addressed(type(matrix)) else None
-
-
 def memory(matrix: Matrix) -> Array:
     """Return the elements of a matrix that has addresses for them, as an array."""
-    addressed = _addressed(matrix)
-    found = None if addressed is None else addressed.memory()
+    found = matrix.memory() if isinstance(matrix, Addressed) else None
     assert found is not None
     return found
 
 
 def in_memory(matrix: Matrix) -> Array | None:
     """Return the elements of a matrix as an array in host memory; None if they are in a file, even mapped."""
-    addressed = _addressed(matrix)
-    return addressed.memory() if addressed is not None and not addressed.is_mapped() else None
+    return matrix.memory() if isinstance(matrix, Addressed) and not matrix.is_mapped() else None
 
 
 def cached_chunks(matrix: Matrix) -> CachedChunks | None:
     """Return the chunks of a matrix if compiled code can read whole blocks; None if Python must read them."""
-    addressed = _addressed(matrix)
-    found = None if addressed is None else addressed.cached_chunks()
+    found = matrix.cached_chunks() if isinstance(matrix, Addressed) else None
     return None if found is None or found.incomplete else found
 
 
