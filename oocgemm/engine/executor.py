@@ -34,7 +34,7 @@ from oocgemm.backends.base import Array, DoneToken, HostBlock, Pageable, Session
 from oocgemm.engine.host_blocks import is_pageable
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.planning import Kind, Operation, Plan, Tier
+from oocgemm.planning import Kind, Lane, Operation, Plan, Tier
 from oocgemm.planning.cost.coding import PANELS
 from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
 from oocgemm.planning.schedule.hazards import HazardTracker
@@ -113,7 +113,7 @@ POLL_INTERVAL = 4e-3
 # are copied, other threads begin the next block.
 PAGEABLE_WORKERS = 4
 STORE_KINDS = (Kind.READ, Kind.WRITE)
-# Their launches name their streams, so that the thread need not be prepared for each of them (`worker`).
+# Their launches name their streams. So the thread that starts them may be prepared for any stream (`worker`).
 _COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
 # A run takes less time than its threads take to start if it has at most MAX_SHORT_STEPS steps, and if A, B
 # and C are in memory and have at most MAX_SHORT_BYTES bytes together. So its operations run one after another
@@ -163,17 +163,23 @@ class Verifier(Protocol):
 Perform = Callable[[Operation, list[Token]], Token | Callable[[], Token]]
 
 
+@cache
+def _compute(stream: Stream) -> Stream:
+    """Return the stream of Multiplies on the device of a stream."""
+    return stream._replace(lane=Lane.COMPUTE.value)
+
+
 def is_short(plan: Plan) -> bool:
     """Return whether a plan's operations take so little time that one thread should start all of them."""
-    layouts, problem, sizes = plan.layouts, plan.problem, plan.problem.itemsizes
-    if not problem.planes and all(map(plan.is_direct, "ABC")):
+    layouts, problem = plan.layouts, plan.problem
+    if plan.all_direct and not problem.planes:
         return plan.steps <= (MAX_ENQUEUED_STEPS if plan.devices == 1 else MAX_STREAMED_STEPS)
     if plan.steps > MAX_STREAMED_STEPS or not (layouts.operands_in_memory and layouts.c.in_memory):
         return False
     streamed = all(map(plan.slots.streams, "ABC")) and not problem.planes
     if plan.steps > MAX_SHORT_STEPS and not streamed:
         return False
-    m, n, k = problem.m, problem.n, problem.depth
+    m, n, k, sizes = problem.m, problem.n, problem.depth, problem.itemsizes
     size = m * k * sizes["A"] + k * n * sizes["B"] + m * n * sizes["C"]
     return size <= (MAX_STREAMED_BYTES if streamed else MAX_SHORT_BYTES)
 
@@ -200,7 +206,7 @@ class Run:
         finished: Callable[[Tile], None] | None = None,
         verifier: Verifier | None = None,
         first: int = 0,
-        begun: dict[Operation, Callable[[], Token]] | None = None,
+        begun: dict[Operation, Token | Callable[[], Token]] | None = None,
     ) -> None:
         """Prepare a run. If a callback raises, the run fails.
 
@@ -217,7 +223,6 @@ class Run:
             begun: Uploads that the session has begun (`prefetch.Prefetch`). The run takes them out.
         """
         self._plan = plan
-        self._remote = plan.layouts.remote
         self._session = session
         self._staging = staging
         self._origin = origin_ns
@@ -282,8 +287,7 @@ class Run:
 
     def _start_all(self) -> None:
         """Start the operations that need not wait for the host, in program order, and then the other ones."""
-        direct = all(map(self._plan.is_direct, "ABC"))
-        max_unrecorded = MAX_UNRECORDED if direct else sys.maxsize
+        max_unrecorded = MAX_UNRECORDED if self._plan.all_direct else sys.maxsize
         puts_off_writes = bool(self._session.asynchronous)
         for item in self._items():
             operation, stream = item[0], Stream.of(item[0])
@@ -318,7 +322,9 @@ class Run:
         if kind in STORE_KINDS:
             self._step(item, self._transfer)
             return
-        if stream != entered and (entered is None or kind not in _COPIES or stream.device != entered.device):
+        if kind in _COPIES:
+            stream = entered if entered is not None and entered.device == stream.device else _compute(stream)
+        if stream != entered:
             try:
                 self._worker.close()
                 self._worker.enter_context(self._session.worker(stream))
@@ -429,8 +435,9 @@ class Run:
             stream = stream._replace(device=0)  # storage is common to all devices, and so are host slots
         store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
         store_workers = CODEC_WORKERS if operation.coded else store_workers
-        store_workers = REMOTE_WORKERS if self._remote else store_workers
-        workers = store_workers if on_store and (self._remote or self._plan.candidate.io_threads > 1) else 1
+        remote = self._plan.layouts.remote
+        store_workers = REMOTE_WORKERS if remote else store_workers
+        workers = store_workers if on_store and (remote or self._plan.candidate.io_threads > 1) else 1
         if is_pageable(self._plan, operation):
             workers = PANELS if self._plan.decoded else PAGEABLE_WORKERS
         return self._queue(stream, workers, partial(self._work, stream, on_store))
@@ -536,11 +543,15 @@ class Run:
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token | Callable[[], Token]:
         """Submit an operation that runs on the device to the backend."""
-        host = self._host_block(operation)
         begun = self._begun.pop(operation, None) if self._begun else None
+        if begun is not None and self._verifier is None:
+            return begun
+        host = self._host_block(operation)
+        if begun is not None:
+            return begun
         if isinstance(host, Pageable):
-            return begun or self._session.begin(operation, host, tokens)
-        return self._session.submit(operation, host, tokens) if begun is None else begun()
+            return self._session.begin(operation, host, tokens)
+        return self._session.submit(operation, host, tokens)
 
     def _host_block(self, operation: Operation) -> HostBlock:
         """Return the host memory of an operation that is about to be submitted."""

@@ -23,13 +23,13 @@ class Prefetch:
     Attributes:
         session: the memory and the streams of the run.
         retries: repeats reads of files that fail.
-        begun: per Upload that has begun, the function that waits until its block has been read, and returns
-            its token. The run takes them out.
+        begun: per Upload that has begun, its token, or the function that waits until its block has been
+            read and returns its token. The run takes them out.
     """
 
     def __init__(self, session: Session) -> None:
         self.session, self.retries = session, Retries()
-        self.begun: dict[Operation, Callable[[], Token]] = {}
+        self.begun: dict[Operation, Token | Callable[[], Token]] = {}
         self._called = False
 
     def begin(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
@@ -66,14 +66,15 @@ class Prefetch:
         if isinstance(block, Pageable) and (block.memory is not None or block.stored is not None):
             self.begun[operation] = self.session.begin(operation, block, [])
         elif isinstance(block, Pinned) and operation in self.session.kept:
-            token = self.session.submit(operation, block, [])
-            self.begun[operation] = lambda: token
+            self.begun[operation] = self.session.submit(operation, block, [])
 
     def close(self, *, failed: bool) -> None:
         """Wait for all that has begun, and close the session."""
         if failed:
             self.retries.stop()
         while self.begun:
+            begun = self.begun.popitem()[1]
             with suppress(Exception):  # the run has failed already
-                self.begun.popitem()[1]()
+                if callable(begun):
+                    begun()
         self.session.close(failed)

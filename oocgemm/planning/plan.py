@@ -271,6 +271,11 @@ class Plan:
         return operand in self._direct
 
     @cached_property
+    def all_direct(self) -> bool:
+        """Whether the device copies the blocks of all operands directly."""
+        return all(map(self.is_direct, "ABC"))
+
+    @cached_property
     def _direct(self) -> frozenset[str]:
         """The operands whose blocks the device copies directly."""
         panels = self._panels.items()

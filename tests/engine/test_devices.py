@@ -10,11 +10,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import zarr
-from oocgemm.cli.printing import EXIT_USAGE
 
 import oocgemm
 from oocgemm import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.backends.base import slot_offsets
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.planning import Kind, Plan, Tier
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.stores import arrays

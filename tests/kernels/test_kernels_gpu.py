@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oocgemm.planning.integers import workspace_layout
 
 import oocgemm
-from oocgemm.kernels import RUNGS, tuning
+from oocgemm.kernels import RUNGS, ladder, tuning
 from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import Measured, Tuning
 from oocgemm.planning import OPERANDS, Op
+from oocgemm.planning.emulation import workspace_layout
 from tests.support.backends_here import CUDA
 from tests.support.gemm_cases import (
     ODD_SHAPES,

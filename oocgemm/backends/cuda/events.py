@@ -30,8 +30,7 @@ MAX_SPIN = 0.25
 
 def spins(plan: Plan) -> bool:
     """Return whether the thread that waits for the device spins: no other thread needs the cores."""
-    direct = all(map(plan.is_direct, "ABC"))
-    return direct and plan.setting.enqueues and plan.prediction.total < MAX_SPIN
+    return plan.all_direct and plan.setting.enqueues and plan.prediction.total < MAX_SPIN
 
 
 class Clock:
