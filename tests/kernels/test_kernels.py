@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import BackendError, InputError
-from oocgemm.kernels import compile as compiling
 from oocgemm.kernels import RUNGS, ladder
+from oocgemm.kernels import compile as compiling
 from oocgemm.kernels.compile import compiled, kernel_folder, kernel_path
 from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.launches import combine_options, multiply_options, split_options

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm.kernels import RUNGS, ladder, tuning
+from oocgemm.kernels import RUNGS, tuning
 from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import Measured, Tuning
