@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scheduler(folder: Path) -> Iterator[Path]:
-    with cluster(folder, 2) as file:
+    with cluster(folder, 2, "--no-nanny") as file:  # slow tests have workers with nannies
         yield file
 
 

@@ -15,6 +15,7 @@ import oocgemm
 from oocgemm.planning import Plan
 from oocgemm.planning.parts.part import divide
 from oocgemm.planning.parts.partition import Partition, partition
+from tests.distributed.conftest import Stay
 from tests.support.clusters import (
     THREADS,
     all_ended,
@@ -60,8 +61,9 @@ def shuffled(plan: Plan, workers: int, **options: Any) -> Partition:
     ],
 )
 def test_parts_in_any_order_give_the_bits_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, c: str, beta: complex
+    tmp_path: Path, stay: Stay, monkeypatch: pytest.MonkeyPatch, dtype: str, c: str, beta: complex
 ) -> None:
+    stay(60)
     for name, value in THREADS.items():
         monkeypatch.setenv(name, value)
     store_operands(tmp_path, EXTENT, dtype)
@@ -116,7 +118,7 @@ def test_an_executor_of_the_caller_computes(here: Path) -> None:
 
 
 def test_a_complete_product_is_not_computed_again(here: Path) -> None:
-    multiply(here, workers=1)
+    multiply(here)
     before = contents(here / "C.zarr")
     multiply(here, workers=2, resume=True)
     assert contents(here / "C.zarr") == before

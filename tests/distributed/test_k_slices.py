@@ -18,6 +18,7 @@ from oocgemm.planning import Plan
 from oocgemm.planning.parts.part import divide
 from oocgemm.planning.parts.partition import Partition, partition
 from oocgemm.timeline import read_log
+from tests.distributed.conftest import Stay
 from tests.support.clusters import all_ended, children, content, environment, fresh, store_operands
 from tests.support.suite import slow
 
@@ -101,7 +102,10 @@ def test_sums_of_slices_are_exact_on_small_integers(
     assert all_ended(here)
 
 
-def test_bits_do_not_depend_on_the_number_of_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_number_of_workers(
+    here: Path, stay: Stay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stay(60)
     store_operands(here, EXTENT, "float32")
     found = []
     for workers in (1, 3):

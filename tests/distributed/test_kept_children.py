@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,16 +13,10 @@ import pytest
 import oocgemm
 from oocgemm.distributed import processes
 from oocgemm.distributed.processes import EXIT_IDLE
+from tests.distributed.conftest import Stay
 from tests.support.clusters import all_ended, children, environment
 from tests.support.small_runs import content_of, prepare
 
-# Python runs this when a child process starts. The number of seconds is filled in.
-STAY = """
-import sys
-if "oocgemm.distributed.child" in sys.orig_argv:
-    from oocgemm.distributed import processes
-    processes.STAYING, processes.IDLE = ("host",), {seconds}
-"""
 # A program that multiplies twice, and prints the number of its child processes.
 RUN = """
 import sys, psutil, oocgemm
@@ -30,26 +24,11 @@ for alpha in (1, 2):
     oocgemm.gemm(*sys.argv[1:], workers=1, backend="host", memory="400MiB", alpha=alpha, overwrite=alpha > 1)
 print(len(psutil.Process().children()))
 """
-Stay = Callable[[float], None]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return prepare(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def stay(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stay]:
-    """Yield a function that lets child processes wait for other tasks, for some seconds."""
-    code = here / "code"
-    code.mkdir()
-
-    def let(seconds: float) -> None:
-        (code / "sitecustomize.py").write_text(STAY.format(seconds=seconds))
-        monkeypatch.setenv("PYTHONPATH", str(code), prepend=os.pathsep)
-
-    yield let
-    oocgemm.release()
 
 
 @pytest.fixture
