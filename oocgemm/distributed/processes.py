@@ -30,7 +30,7 @@ EXIT_STOPPED, EXIT_IDLE = 70, 71
 # Backends whose processes stay for another task. To import CuPy and to start CUDA takes a second or two.
 # A process that multiplies with a CPU starts fast, and its BLAS keeps the number of threads of its start.
 STAYING, IDLE = ("cuda",), 30.0
-# Seconds between two looks whether the coordinator, in the same process, wants the task to stop.
+# Poll interval in seconds: a coordinator in the same process may want the task to stop.
 POLL = 0.05
 # Seconds after which a child process that was told to stop is killed.
 MAX_STOP = INTERVAL + PATIENCE + 0.5

@@ -74,7 +74,7 @@ class Given:
 
     @classmethod
     def of(cls, request: Request, findings: Findings, nonce: str = "") -> "Given":
-        """Leave out of a request what only the process that coordinates its run uses."""
+        """Return what workers get of a request: all but the options that only the coordinator uses."""
         where = Where(request.where.backend, request.where.kernel, request.where.device, workers=1)
         request = replace(
             request,

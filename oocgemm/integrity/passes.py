@@ -27,9 +27,10 @@ from oocgemm.system.resources import allocate
 # Default number of elements that a thread reads at a time, and passes to one call of the callback of
 # `Passes.each`. With fewer, the calls would be so short that threads mostly wait for the GIL.
 PIECE = 1 << 18
-# `Passes.each` limits the columns of a part, so that the BLAS multiplies MIN_ROWS rows of it in one thread.
-# The limit is between MIN_WIDTH and MAX_WIDTH. If `cuts` is given, the limit for parts with few rows is up to
-# MAX_CUT_WIDTH, so that the calls are not too short.
+# Limits on the number of columns of a part in `Passes.each`. A part with at most this many columns and
+# MIN_ROWS rows is so small that the BLAS multiplies it in one thread. `Passes.each` takes a number between
+# MIN_WIDTH and MAX_WIDTH. With `cuts`, parts with few rows may have up to MAX_CUT_WIDTH columns: otherwise
+# calls are too short.
 MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 

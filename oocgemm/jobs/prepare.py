@@ -173,7 +173,10 @@ def within_budgets(
 def _available(
     sizes: Mapping[str, int], backend: str, free: Callable[[], int], devices: int
 ) -> dict[str, int]:
-    """Return how large a size of each option may be to fit in the free memory, beside those in `sizes`."""
+    """Return the largest value of each memory option that fits in the free memory.
+
+    The values in `sizes` are those of other options. The memory for them counts as used.
+    """
     host = available_memory(RECENT)
     if backend != "host":
         return {"device_memory": free(), "host_memory": host, "memory": host}

@@ -298,7 +298,7 @@ def further(given: Epilogue) -> Any:
 
 
 def with_further(given: Epilogue, d: Any) -> tuple[AnyStep, ...]:
-    """Return the steps with another place for D."""
+    """Return the steps with `d` as D, the further matrix that a step reads."""
     return tuple(replace(step, d=d) if isinstance(step, Add | Divide) else step for step in given)
 
 

@@ -228,7 +228,7 @@ _ELEMENTS = 1 << 10
 
 
 class EncodingBatch(ctypes.Structure):
-    """A batch of chunks, `encoding_t` of `encoding.cuh`."""
+    """A batch of chunks to compress: the C struct `encoding_t` of `encoding.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in (
@@ -259,10 +259,10 @@ def batches(division: Division, strip: Strip, work: tuple[int, int], host: int) 
     """Yield the batches of the chunks of a strip.
 
     Args:
-        division: how chunks are divided.
-        strip: the strip.
-        work: address and size of the memory on the device for a batch.
-        host: address of the host slot for the frames.
+        division: how a chunk is divided into blocks and streams.
+        strip: the strip of C.
+        work: address and bytes of the device memory that one batch may use.
+        host: address of the host slot that receives the compressed chunks.
     """
     start, size, total = round_up(work[0], ALIGNMENT), work[1], strip.chunks
     max_count = max(1, (size - FIXED) // division.chunk_work)

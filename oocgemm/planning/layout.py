@@ -420,7 +420,7 @@ class Remote(Layout):
         """Return the bytes per second at which panels of shape `panel` are read from or written to objects.
 
         Each chunk takes a request: its latency, then the time of its bytes at the rate of one connection.
-        As many requests are in flight as the layout says, if `REMOTE_WORKERS` panels have so many chunks.
+        At most `requests` requests are in flight, and at most one per chunk of `REMOTE_WORKERS` panels.
         """
         unit, total = max(self.read_chunk, self.writing.chunk), prod(panel) * self.itemsize
         chunks = ceil_div(total, NEW_CHUNK_BYTES) if self.writing.free else prod(map(ceil_div, panel, unit))
@@ -561,7 +561,7 @@ def request_bytes(layouts: Mapping[str, Layout], *, reads_c: bool) -> int:
 
 # Bytes of C per second that a GPU compresses. An H200 compressed 13 to 30 GB/s during products.
 ENCODING_RATE = 14e9
-# The decoded bytes per second at which a GPU decodes so many bytes of an array that is so compressed.
+# A function of the coding and the decoded bytes of an array: the bytes per second at which a GPU decodes it.
 DecodingRate = Callable[[Coding, int], float]
 
 

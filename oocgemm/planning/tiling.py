@@ -139,7 +139,7 @@ class TileGrid:
         return self.cover.mirrored_columns(rows, self.cols(tile[1]))
 
     def above(self, tile: Tile, row: int) -> int:
-        """Count the elements of a tile that are computed in its rows above `row`, where a strip begins."""
+        """Count the computed elements in the rows of a tile above `row`. A strip must begin at `row`."""
         (top, bottom), width = self.rows(tile[0]), length(self.cols(tile[1]))
         if not self.is_staircase(tile):
             return (row - top) * width

@@ -15,7 +15,8 @@ from math import inf
 
 from oocgemm.service.protocol import Reason
 
-# So many queued jobs of each owner are considered for a start. Starts are predicted for as many jobs.
+# Maximum number of queued jobs of each owner that are considered for a start, and maximum number of jobs
+# whose start is predicted.
 MAX_CONSIDERED = 200
 
 

@@ -240,7 +240,7 @@ class Job:
         return Progress(self.state, found["done"], found["total"])
 
     def _poll(self, seconds: float, patience: float) -> None:
-        """Read the job again as soon as it has changed, or after so many seconds."""
+        """Read the job again as soon as it has changed, or after this many seconds."""
         begun = time.monotonic()
         answer = self._transport.request(
             "GET",

@@ -32,9 +32,9 @@ from oocgemm.service.protocol import (
     requested,
 )
 
-# Device seconds of an owner count half after so many seconds.
+# Half-life, in seconds, of the device seconds that count for an owner.
 HALF_LIFE = 86400.0
-# A retry is due at most so many seconds after it was scheduled, even if the clock is set back.
+# Maximum seconds from when a retry is scheduled until it is due, even if the clock is set back.
 MAX_DELAY = 3600.0
 # Seconds to wait for another process that writes to the database, such as `oocgemm token create`. All other
 # calls wait meanwhile.

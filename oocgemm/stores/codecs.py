@@ -238,7 +238,7 @@ NUMBERS = {"lz4": 1, "zstd": 4}
 _HEADER, _VERSION, _STREAM_VERSION = 16, 2, 1
 # Bits of the flags in this header.
 _SHUFFLED, _STORED_RAW, _RESERVED, _BITSHUFFLED, _UNSPLIT = 1, 2, 8, 4, 16
-# Blosc splits a block if elements have at most so many bytes, and streams then have at least so many.
+# Blosc splits a block if an element has at most _MAX_SPLITS bytes and a stream at least _MIN_STREAM bytes.
 _MAX_SPLITS, _MIN_STREAM = 16, 128
 
 

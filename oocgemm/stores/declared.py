@@ -158,7 +158,7 @@ def _cast(source: Any, dtype: np.dtype[Any]) -> Declared:
     stored = getattr(source.dtype, "numpy_dtype", source.dtype)
     try:
         found = of_object(source, np.dtype(stored).newbyteorder("="))
-    except TypeError:  # no dtype of NumPy
+    except TypeError:  # NumPy has no such dtype
         return of_object(source, dtype)
     with np.errstate(all="ignore"):
         codes = [np.asarray(code).astype(dtype)[()] for code in found.missing]

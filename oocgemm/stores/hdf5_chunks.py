@@ -202,8 +202,8 @@ MIN_STRAIGHT = 256 << 10
 _SCANNED = 4096
 
 
-# A range of columns of the grid, and the stored chunks in it by their entries in the index; None if no chunk
-# in the range is stored.
+# A range of columns of the grid of chunks, and the range of entries in the index for the chunks that are
+# stored there; None if none of them is stored.
 Run = tuple[Range, range | None]
 
 

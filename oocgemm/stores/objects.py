@@ -219,7 +219,7 @@ class Bucket:
     def listing(self, below: str = "", limit: int | None = None) -> dict[str, tuple[int, str]]:
         """Return the size and the ETag of all objects whose keys begin with the folder `below`, by key.
 
-        With `limit`, the listing ends after about so many objects.
+        With `limit`, the listing ends after about `limit` objects.
         """
         found: dict[str, tuple[int, str]] = {}
         with self.errors(below):

@@ -63,7 +63,7 @@ class ElementView(View):
         self.layout = found.computed(piece + temporary_bytes, resident_bytes)
 
     def _results_in(self, dtype: np.dtype[Any]) -> None:
-        """Set the dtype of the elements, which the layout shows, too."""
+        """Set the dtype of the elements, here and in the layout."""
         self.dtype, self.layout = dtype, replace(self.layout, itemsize=dtype.itemsize)
 
     def describe(self) -> dict[str, object]:
@@ -128,7 +128,7 @@ class SteppedMatrix(ElementView):
 
     @property
     def is_copy(self) -> bool:
-        """Whether the elements that are multiplied are those in storage, and C is corrected."""
+        """Whether stored elements are multiplied unchanged, and all steps are applied to C afterwards."""
         return bool(self.steps) and all(step.is_deferred for step in self.steps)
 
     @property

@@ -568,7 +568,7 @@ class ZarrPaths(Store):
 def new_zarr_layout(
     problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None, *, requests: int = 0
 ) -> Layout:
-    """Return the layout of a new array. With `requests`, it is in an object store, written by so many PUTs.
+    """Return the layout of a new array. `requests` is the number of PUTs in flight in an object store.
 
     Raises `InputError` for `chunks` that are not two positive integers.
     """

@@ -193,7 +193,7 @@ def _configurations(codecs: Any) -> list[dict[str, Any]]:
     return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]
 
 
-# A message names at most this many arrays of a group, in at most so many groups within each other.
+# Limits of a message about a group: the number of arrays that it names, and how deep groups are nested.
 MAX_LISTED, _MAX_DEPTH = 8, 8
 
 

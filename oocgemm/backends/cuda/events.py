@@ -144,7 +144,7 @@ class CudaToken:
     def synchronize(self) -> None:
         if not cuda_calls.ended(self.end):
             try:
-                with self.clock.device:  # the current device of this thread, another one, may have failed
+                with self.clock.device:  # not the current device of this thread, which may have failed
                     self.end.synchronize()
             except Exception as error:
                 if not self.clock.name:

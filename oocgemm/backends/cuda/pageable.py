@@ -650,7 +650,7 @@ class Ring:
             size = width * dtype.itemsize
             if turn is None:
                 source = address + at, row
-            else:  # the last copy from the same place has ended, since it was one to this buffer
+            else:  # the last copy that used this place was to this buffer, and has ended
                 source = turn(address, rows, cols, buffer.offset, stream), size
             _copy((buffer.address, size), source, height, size, stream)
             event = buffer.record(stream)

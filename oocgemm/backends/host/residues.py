@@ -44,8 +44,8 @@ _SIDE = 256
 # Number of products of residues that float32 adds up exactly. The magnitude of a product is at most 2^14, and
 # float32 represents all integers up to 2^24.
 _DEPTH = 1 << 10
-# `measure_rows` counts the elements of a row that reach a multiple of the row's norm. This factor lowers the
-# multiple slightly, so that no element is missed if the computed norm is rounded up.
+# `measure_rows` counts the elements that are at least a limit times the norm of their row. The computed norm
+# may be rounded up, so the limit is multiplied by this factor. No element is missed then.
 _BELOW = 1 - 2.0**-30
 
 

@@ -35,7 +35,7 @@ FRAMES_MARGIN = 1.5
 # Temporary device memory of the decoder, per byte of decoded data: a literal takes one byte, and a sequence
 # of at least 3 bytes takes 8.
 TEMPORARY = 3.6
-# Minimum mean decoded bytes of a stream. The tables of the streams have room for so many.
+# Minimum mean decoded bytes of a stream. The tables of streams are sized for streams of this length.
 MIN_CONTENT = 2 << 10
 # Bytes of the tables per stream, and besides per lane: the tables of chunks.
 STREAM_BYTES, TABLE_BYTES = 56, 1 << 20
@@ -43,8 +43,8 @@ STREAM_BYTES, TABLE_BYTES = 56, 1 << 20
 # with 16 cores decoded float64 at 64 GB/s from blosc-zstd, at 17 from zstd in chunks of 1 MiB, and at 31 from
 # blosc-lz4, and int8 with bitshuffle at 28.
 DECODING_RATES = {"zstd": (15e6, 40e9), "lz4": (4e6, 30e9)}
-# At most so many stored bytes are decoded per second. On the same machine, float32 of which 3/4 remained was
-# decoded at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
+# Maximum number of stored bytes that are decoded per second. On the same machine, float32 of which 3/4
+# remained was decoded at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
 STORED_RATE = 12e9
 # Panels that are decoded at the same time, and device slots for panels of an operand. On an H200's host with
 # 16 cores, products of float64 from blosc-zstd took at least 10% longer with 4 or 8.
@@ -55,8 +55,8 @@ MARGIN, START_SECONDS = 1.3, 0.3
 
 # Encoding.
 
-# Maximum bytes of a stream of zstd, and of one in a frame of blosc, of which a chunk has one per byte of an
-# element. Minimum bytes of the latter.
+# Maximum bytes of a zstd stream, and maximum and minimum bytes of a stream in a blosc frame. A frame has one
+# stream per byte of an element.
 ZSTD_STREAM, BLOSC_STREAM, MIN_STREAM = 64 << 10, 32 << 10, 4 << 10
 # Bytes of elements that the kernels shuffle, and bytes of a chunk, which they count in 32 bits.
 ITEM_BYTES, MIN_CHUNK, MAX_CHUNK = (1, 2, 4, 8, 16), 128 << 10, 1 << 30
@@ -148,7 +148,7 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
 
 
 def decoding_rate(setting: Setting, coding: Coding, size: int) -> float:
-    """Return the decoded bytes per second at which a GPU decodes an operand of so many bytes.
+    """Return the decoded bytes per second at which a GPU decodes an operand of this size.
 
     The result is 0 if the budgets are too small for that.
     """
@@ -229,7 +229,7 @@ class Division(NamedTuple):
         return round_up(self.chunk + self.streams * (3 * self.room + 4 + 8) + 8, ALIGNMENT)
 
     def work_bytes(self, chunks: int) -> int:
-        """Return the bytes of device memory for a batch of so many chunks."""
+        """Return the bytes of device memory for a batch of this many chunks."""
         return FIXED + chunks * self.chunk_work
 
     @property
@@ -240,12 +240,12 @@ class Division(NamedTuple):
 
 
 def index_bytes(chunks: int) -> int:
-    """Return the bytes in a host slot before the frames: where each of so many begins, and its size."""
+    """Return the bytes of the table at the start of a host slot: the offset and the size of each frame."""
     return round_up(16 * chunks, PAGE)
 
 
 def frames_bytes(division: Division, chunks: int) -> int:
-    """Return the bytes of a host slot for the frames of so many chunks."""
+    """Return the bytes of a host slot for the frames of this many chunks."""
     return index_bytes(chunks) + chunks * division.frame_bytes
 
 

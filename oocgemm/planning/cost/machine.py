@@ -23,8 +23,8 @@ NEW_CHUNK_BYTES = 8 << 20
 # REMOTE_WORKERS panels are read at the same time if an operand is in an object store. A panel may have
 # fewer chunks than requests in flight.
 REMOTE_WORKERS = 8
-# Bytes per second, so many that they take no time: the rate of reads and writes that the run does not need,
-# because the device accesses the caller's array.
+# A rate in bytes per second so high that transfers take no time: the rate of reads and writes that the run
+# does not need, because the device accesses the caller's array.
 INSTANT = 1e15
 # Maximum number of threads that copy between pageable arrays and pinned buffers. On hosts of H100s with 16
 # cores, 12 threads were up to 10% slower than 8 for uploads, and 20% faster for downloads.

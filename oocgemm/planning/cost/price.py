@@ -175,7 +175,7 @@ class Prices:
 
 
 def _row_rates(row: float) -> Sequence[float]:
-    """Return the rates of `ROW_RATES` for rows of so many bytes."""
+    """Return the rates of `ROW_RATES` for rows of this many bytes."""
     for least, *rates in ROW_RATES:
         if row >= least:
             return rates

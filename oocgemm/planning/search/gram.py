@@ -146,7 +146,7 @@ def _step_unit(setting: Setting, tile: TileShape) -> int:
 
 
 def _sides(setting: Setting, count: int) -> list[int]:
-    """List sides of tiles for `count` tile rows, or for as many as the units of tiles allow."""
+    """List sides of tiles that give about `count` tile rows, as near as the units of tiles allow."""
     n, must, layout = setting.problem.m, _unit(setting), setting.layouts.a
     even = ceil_div(n, count)
     whole_chunks = must if layout.partial_reads else lcm(must, layout.read_chunk[0])

@@ -72,7 +72,7 @@ def budget_error(setting: Setting, tile: TileShape | None, smallest: Candidate |
     """Create the error for budgets that are too small for every plan.
 
     With `tile`, it is for budgets that are too small for every plan with that tile shape. `smallest` is the
-    plan that needs the least memory, if it is not that of a general product.
+    plan that needs the least memory. None means the smallest plan of a general product.
     """
     problem, layouts, budgets = setting.problem, setting.layouts, setting.budgets
     unified = setting.machine.unified

@@ -396,7 +396,7 @@ def _order(ranked: Ranked) -> tuple[float, int, int, int]:
 
 
 def _divided(extent: int, count: int, units: tuple[int, ...]) -> int:
-    """Divide an extent into `count` tiles, in multiples of the last one of `units` that makes so many."""
+    """Divide an extent into `count` tiles, in multiples of the last unit that gives `count` tiles."""
     return next(
         (tile for unit in reversed(units) if ceil_div(extent, tile := _even(extent, count, unit)) == count),
         _even(extent, count, units[0]),

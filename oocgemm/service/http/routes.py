@@ -63,7 +63,8 @@ from oocgemm.service.job_worker import LOG, TIMELINE
 from oocgemm.service.limits import resolve
 from oocgemm.service.protocol import FINAL, AccessError, Action, DatabaseError, State, TooManyJobsError
 
-# A stream sends at most once in so many seconds: all events since, and the progress of running jobs.
+# Seconds between two messages of a stream. A message has all events since the last one, and the progress of
+# running jobs.
 SEND_SECONDS = 0.5
 # Seconds without events after which a comment shows that the connection is alive.
 ALIVE_SECONDS = 15.0
@@ -264,7 +265,7 @@ def job_routes() -> APIRouter:
         wait: Annotated[float, Query(ge=0, le=60)] = 0,
         if_none_match: Match = None,
     ) -> Any:
-        """Return a job. With `wait` and If-None-Match, wait so many seconds for a change."""
+        """Return a job. With `wait` and If-None-Match, wait up to `wait` seconds for a change."""
         clock = asyncio.get_running_loop().time
         end = clock() + wait
         while True:

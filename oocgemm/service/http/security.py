@@ -39,11 +39,11 @@ from oocgemm.service.protocol import AccessError, DatabaseError
 
 # A secret starts with this, so that scanners of source code recognise it.
 PREFIX = "oocgemm"
-# The time of the last use of a token is stored to so many seconds.
+# Resolution, in seconds, of the stored time of the last use of a token.
 USE_SECONDS = 60.0
-# The code of the URL that the server prints is valid for so many seconds.
+# Seconds for which the code in the URL that the server prints is valid.
 LOGIN_SECONDS = 600.0
-# A browser is signed in for so many seconds.
+# Seconds for which a browser stays signed in.
 SESSION_SECONDS = 7 * 86400.0
 # The cookie of a browser that is signed in.
 COOKIE = "oocgemm"

@@ -185,7 +185,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 DATABASE = "service.db"
 # Bytes that must be free on the disks of the writable roots and of the state folder.
 MIN_FREE = 64 << 20
-# The database is not read again for so many times as long as that took.
+# After the database was read, it is not read again for this many times the duration of that read.
 CHECK_PAUSE = 20.0
 
 logger = logging.getLogger("oocgemm")

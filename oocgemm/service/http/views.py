@@ -311,7 +311,7 @@ _SLUGS: tuple[tuple[type[Exception], str], ...] = (
     (InputError, "invalid-request"),
 )
 MEDIA_TYPE = "application/problem+json"
-# Statuses with which a client may try again after so many seconds.
+# For statuses after which a client may try again: the seconds until then.
 RETRY_SECONDS = {429: 60, 503: 1}
 
 
