@@ -63,7 +63,7 @@ class Cell:
         options, executor = options_of(self.verb), EXECUTORS[self.executor]
         if self.operand in MISSING:
             return MISSING[self.operand]
-        uses = set(support.USES[self.verb])
+        uses = set(support.VERBS[self.verb].uses)
         if executor == support.SERVICE:
             uses |= {"verb"} if self.verb != "gemm" else set()
             uses |= {"URL"} if self.operand == "remote" else set()

@@ -22,10 +22,11 @@ from oocgemm.cli.process import (
     warnings_as_notes,
 )
 from oocgemm.errors import OocGemmError
+from oocgemm.jobs.support import VERBS
 from oocgemm.system.installed import __version__
 
 # Where each command is defined, and its summary in the help of the command line.
-COMMANDS = {
+_OWN = {
     "bench": ("measuring:bench_group", "Measure single parts of oocgemm: at present, its kernels."),
     "calibrate": ("measuring:calibrate", "Measure this machine, for plans and reports."),
     "cancel": ("queue:cancel", "Cancel jobs of a service."),
@@ -63,6 +64,12 @@ COMMANDS = {
     "verify": ("products:verify", "Check that C is the product of A and B within rounding error."),
     "wait": ("queue:wait", "Wait until jobs have ended."),
 }
+_OF_VERBS = {
+    name.replace("_", "-"): (f"statistics:{name}", verb.command.partition("\n")[0])
+    for name, verb in VERBS.items()
+    if verb.command
+}
+COMMANDS = dict(sorted((_OWN | _OF_VERBS).items()))
 
 
 class _Commands(Mapping[str, click.Command]):

@@ -1,4 +1,7 @@
-"""The commands that compute statistics of a matrix: corr, cov, similarity, grm, pca."""
+"""The commands that compute statistics of a matrix: corr, cov, similarity, grm, pca, and those of tables.
+
+A verb with a summary in `oocgemm.jobs.support.VERBS` has a command without a function of its own here.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +12,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+import oocgemm
 from oocgemm import stores
 from oocgemm.cli.display import doing
 from oocgemm.cli.parameters import QUIET, Place, verb_options
@@ -24,8 +28,10 @@ from oocgemm.cli.process import (
 from oocgemm.cli.products import run_product
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import InputError, OocGemmError
+from oocgemm.jobs import support
 from oocgemm.jobs.options import SELECTION_OPTIONS
 from oocgemm.jobs.pca_passes import state_path
+from oocgemm.jobs.request import Destination
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_time
 from oocgemm.timeline import Span
@@ -38,6 +44,23 @@ from oocgemm.verbs.similarity import similarity as find_similar
 
 # Of the singular values, this many are shown.
 SHOWN = 5
+
+
+def __getattr__(verb: str) -> click.Command:
+    """Make the command of a verb that saves its result: ``oocgemm VERB X OUT``, with the verb's options."""
+    if not support.VERBS.get(verb, support.Verb()).command:
+        raise AttributeError(f"module {__name__!r} has no attribute {verb!r}")
+
+    def run(x: str, out: str, **options: Any) -> None:
+        if not options["dry_run"]:
+            Destination.parse(out).check_place(lambda: 0)
+        run_product(partial(getattr(oocgemm, verb), x), out, (x,), **options)
+
+    summary = support.VERBS[verb].command
+    x, saved = (click.argument(name, type=Place()) for name in ("x", "out"))
+    return click.command(verb.replace("_", "-"), help=summary)(
+        x(saved(verb_options(verb)(taking(JSON, QUIET)(run))))
+    )
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """The options of all verbs, each written down once, and the types of what callers pass.
 
 An option is a field of a `TypedDict`, annotated with its type and an `Option`. A verb's options are a class
-that inherits the groups it takes; `VERBS` names the classes. From them come
+that inherits the groups it takes, and is named for the verb. From them come
 
 - the keyword arguments of the library's functions: their static types, the check of unknown names
   (`check_names`), and their documentation (`documented`),
@@ -745,7 +745,7 @@ class PcaArguments(_Transform, PcaOptions, _DryRun, total=False):
     ]
 
 
-class KernelArguments(SelectionOptions, _DryRun, total=False):
+class KernelMatmulArguments(SelectionOptions, _DryRun, total=False):
     """All options of `oocgemm.kernel_matmul`."""
 
     gamma: Annotated[
@@ -758,17 +758,9 @@ class ReduceArguments(_Steps, _Transposes, SelectionOptions, _DryRun, total=Fals
     """All options of `oocgemm.reduce`."""
 
 
-# The options of each verb.
+# The options of each verb: the class that is named for it.
 VERBS: Mapping[str, type] = {
-    "gemm": GemmArguments,
-    "gram": GramArguments,
-    "corr": CorrArguments,
-    "cov": CovArguments,
-    "similarity": SimilarityArguments,
-    "grm": GrmArguments,
-    "pca": PcaArguments,
-    "kernel_matmul": KernelArguments,
-    "reduce": ReduceArguments,
+    verb: globals()[verb.title().replace("_", "") + "Arguments"] for verb in support.VERBS
 }
 PLAN_OPTIONS, RUN_OPTIONS, OPTIONS = (
     frozenset(each.__annotations__) for each in (PlanOptions, RunOptions, Options)

@@ -1,6 +1,6 @@
 """What executors cannot run, each with its reason. Nothing else refuses a combination of these.
 
-A request *uses* features, such as an epilogue (`Request.uses`, `USES` for each verb). An *executor* computes
+A request *uses* features, such as an epilogue (`Request.uses`, `VERBS`). An *executor* computes
 it: one device (the host or a GPU), several devices, worker processes, or a job of the service. `HOLES` lists
 the features that an executor lacks. All else must work: docs/reference/support.md is generated from this
 table and from the options of verbs, and tests run its cells.
@@ -109,17 +109,32 @@ OPTIONS: Mapping[str, str] = {
     "devices": SEVERAL,
     **dict.fromkeys(("workers", "client", "executor"), WORKERS),
 }
-# The features that the verbs use, beside those of their options.
-USES: Mapping[str, frozenset[str]] = {
-    "gemm": frozenset(),
-    "gram": frozenset(),
-    "corr": frozenset(),
-    "cov": frozenset(),
-    "grm": frozenset(),
-    "similarity": frozenset(),
-    "reduce": frozenset(),
-    "kernel_matmul": frozenset(),
-    "pca": frozenset({"passes"}),
+
+
+class Verb(NamedTuple):
+    """What the package knows of a verb, beside its function and its options (`oocgemm.jobs.options`).
+
+    Attributes:
+        uses: the features that it uses, beside those of its options.
+        command: its summary, if the command line has a command ``oocgemm VERB X OUT`` for it that calls the
+            function for X and saves the result at OUT (`oocgemm.cli.statistics`). Other commands have
+            functions of their own.
+    """
+
+    uses: frozenset[str] = frozenset()
+    command: str = ""
+
+
+VERBS: Mapping[str, Verb] = {
+    "gemm": Verb(),
+    "gram": Verb(),
+    "corr": Verb(),
+    "cov": Verb(),
+    "similarity": Verb(),
+    "grm": Verb(),
+    "pca": Verb(frozenset({"passes"})),
+    "kernel_matmul": Verb(),
+    "reduce": Verb(),
 }
 
 
@@ -145,4 +160,4 @@ def refusal(executor: str, feature: str, **facts: object) -> CombinationError:
 def check_option(verb: str, name: str) -> None:
     """Raise `CombinationError` for an option that chooses an executor on which a verb cannot run."""
     if name in OPTIONS:
-        check(OPTIONS[name], USES.get(verb.removeprefix("plan_"), ()))
+        check(OPTIONS[name], VERBS.get(verb.removeprefix("plan_"), Verb()).uses)

@@ -1,16 +1,15 @@
 """The page on what runs where says what is so: its cells run, and its holes are refused."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import support  # type: ignore[import-not-found]
 from support import PAGE, Cell, cells, covering, page
 
 import oocgemm
-from oocgemm.jobs.options import VERBS, options_of
-from oocgemm.jobs.support import HOLES, OPTIONS, USES, hole
-from tests.support.support_cells import A, run
+from oocgemm.jobs.options import options_of
+from oocgemm.jobs.support import HOLES, OPTIONS, VERBS, hole
+from tests.support.support_cells import CALLS, A, run
 
 RUNS = [cell for cell in cells() if cell.hole is None]
 
@@ -42,12 +41,12 @@ def test_few_combinations_have_all_pairs() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_take_the_options_of_the_executors_that_run_them(verb: str) -> None:
     for name, executor in OPTIONS.items():
-        assert (name in options_of(verb)) == (hole(executor, USES[verb]) is None)
+        assert (name in options_of(verb)) == (hole(executor, VERBS[verb].uses) is None)
 
 
 REFUSED = [
     (verb, option)
-    for verb, uses in sorted(USES.items())
+    for verb, (uses, _) in sorted(VERBS.items())
     for option in ("devices", "workers")
     if hole(OPTIONS[option], uses) is not None
 ]
@@ -55,15 +54,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("verb", "option"), REFUSED)
 def test_executors_refuse_verbs_that_they_cannot_run(verb: str, option: str) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "pca": {"k": 1},
-        "similarity": {"topk": 1},
-        "reduce": {"to": oocgemm.Reduce("sum")},
-        "kernel_matmul": {"v": A[:, 0], "gamma": 1.0},
-    }
-    chosen = {"devices": "0,0", "workers": 2}[option]
+    call, chosen = CALLS[verb], {"devices": "0,0", "workers": 2}[option]
     with pytest.raises(oocgemm.CombinationError, match=r"one (device|process)"):
-        getattr(oocgemm, verb)(A, **options.get(verb, {}), **{option: chosen})
+        call.call(A, *call.more, **call.options, **{option: chosen})
 
 
 def test_holes_have_reasons() -> None:

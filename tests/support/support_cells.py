@@ -36,7 +36,7 @@ EXECUTORS: Mapping[str, dict[str, Any]] = {
 
 
 class Call:
-    """How a verb is called on the operands A (or X) and B, and what its result must be."""
+    """How a verb is called on the operands A (or X), B and `more`, and what its result must be."""
 
     def __init__(
         self,
@@ -44,11 +44,12 @@ class Call:
         result: Callable[[Any], Array],
         expected: Callable[[Array], Array],
         *,
+        more: tuple[Array, ...] = (),
         stores: bool = True,
         tiles: bool = True,
         **options: Any,
     ) -> None:
-        self.call, self.result, self.expected = call, result, expected
+        self.call, self.result, self.expected, self.more = call, result, expected, more
         self.stores, self.tiles, self.options = stores, tiles, options
 
 
@@ -91,7 +92,9 @@ CALLS: Mapping[str, Call] = {
         oversampling=2,
         iterations=200,
     ),
-    "kernel_matmul": Call(oocgemm.kernel_matmul, lambda found: found, _kernel, stores=False, gamma=GAMMA),
+    "kernel_matmul": Call(
+        oocgemm.kernel_matmul, lambda found: found, _kernel, more=(V,), stores=False, gamma=GAMMA
+    ),
     "reduce": Call(
         oocgemm.reduce,
         lambda found: found,
@@ -127,8 +130,7 @@ def _call(cell: Cell, folder: Path, a: str, b: str, stack: ExitStack) -> Array:
     """Return what the verb computes. With the mode "resume", the first run is interrupted."""
     verb, options = CALLS[cell.verb], dict(CALLS[cell.verb].options)
     operands: list[Any] = [a, b] if cell.verb in ("gemm", "reduce") else [a]
-    if cell.verb == "kernel_matmul":
-        operands.append(V)
+    operands += verb.more
     if cell.operand == "transformed":
         options["transform_a" if cell.verb == "gemm" else "transform"] = TRANSFORM
     if verb.stores and (cell.mode == "resume" or cell.executor == "workers"):

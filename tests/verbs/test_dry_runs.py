@@ -12,6 +12,7 @@ import oocgemm
 from oocgemm.jobs import run as running
 from oocgemm.jobs.options import VERBS
 from oocgemm.jobs.run import run_request
+from tests.support import support_cells
 from tests.support.command import command
 
 X = np.random.default_rng(3).integers(0, 3, (40, 30)).astype("float64")
@@ -40,6 +41,14 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], int]]] = {
         ((X, X), {"to": oocgemm.TopK(2), "trans_b": "T"}, 1),
         ((X,), {"to": oocgemm.Threshold(3.0)}, 1),
     ],
+}
+
+
+# Other verbs are called as in the tests of what runs where.
+CALLS |= {
+    verb: [((X, *call.more), call.options, 1)]
+    for verb, call in support_cells.CALLS.items()
+    if verb not in CALLS
 }
 
 
