@@ -32,7 +32,7 @@ from oocgemm.jobs.transforming import (
     transformed,
 )
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, emulation
-from oocgemm.planning.cover import Triangle, cover_of
+from oocgemm.planning.cover import Band, Triangle, cover_of
 from oocgemm.planning.problem import Updated, same
 from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
 from oocgemm.planning.units import counted
@@ -465,6 +465,8 @@ def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple
             raise InputError("C has no elements, so that none is the largest: pass a larger A and B")
         problem = problem if problem.epilogue else _accumulated(problem, backend)
         problem = replace(problem, sink=Reduced("float64", problem.epilogue, reduction.kind))
+        if reduction.width is not None:
+            problem = replace(problem, b=same(problem.b), cover=Band(reduction.width))
         return a, b, _checked(request, problem, "host")
     assert reduction.factor is not None
     rows, columns = reduction.factor.shape

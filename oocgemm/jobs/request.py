@@ -229,6 +229,8 @@ class Reduction:
         same: whether op(B) is the transpose of op(A).
         kind: one of `oocgemm.planning.epilogue.REDUCTIONS`; "" for the product with V.
         factor: V, in the accumulator's dtype. It has a row for each column of C.
+        width: if it is not None, op(B) is the transpose of op(A), and only the elements within this distance
+            of the diagonal are reduced. The epilogue makes others 0.
     """
 
     feature: ClassVar[str] = ""
@@ -237,6 +239,7 @@ class Reduction:
     same: bool
     kind: str = ""
     factor: Array | None = None
+    width: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

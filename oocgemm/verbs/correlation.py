@@ -115,11 +115,11 @@ def corr(
         request = replace(_gram("corr", x, None, axis, {}, options), into=chosen)
     request = request.with_operands(standardize="scale", impute=True)
     if not dry_run:
-        request = _with_constant(request, constant)
+        request = with_constant(request, constant)
     return outcome(request, selected if request.selection else lambda found: found, dry_run=dry_run)
 
 
-def _with_constant(request: Request, constant: str) -> Request:
+def with_constant(request: Request, constant: str) -> Request:
     """Return a request of correlations that says what becomes of rows of equal elements.
 
     If they are left out, they are found by a pass over X now.
