@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from oocgemm.verbs.gemm import gemm, matmul, plan
     from oocgemm.verbs.gram_matrix import gram, plan_gram
     from oocgemm.verbs.kernel_matmul import kernel_matmul
+    from oocgemm.verbs.ld_scores import LDScores, ld_scores
     from oocgemm.verbs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, reduce
     from oocgemm.verbs.relationship import Relationships, grm
@@ -64,6 +65,7 @@ __all__ = [
     "Gaussian",
     "InputError",
     "Job",
+    "LDScores",
     "MatVec",
     "Neighbors",
     "NotFoundError",
@@ -97,6 +99,7 @@ __all__ = [
     "gram",
     "grm",
     "kernel_matmul",
+    "ld_scores",
     "matmul",
     "pca",
     "plan",
@@ -132,6 +135,7 @@ _HOMES = {
     "verbs.gemm": ("gemm", "matmul", "plan"),
     "verbs.gram_matrix": ("gram", "plan_gram"),
     "verbs.kernel_matmul": ("kernel_matmul",),
+    "verbs.ld_scores": ("LDScores", "ld_scores"),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "reduce"),
     "verbs.relationship": ("Relationships", "grm"),

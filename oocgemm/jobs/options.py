@@ -758,6 +758,41 @@ class ReduceArguments(_Steps, _Transposes, SelectionOptions, _DryRun, total=Fals
     """All options of `oocgemm.reduce`."""
 
 
+class LdScoresArguments(SelectionOptions, _DryRun, total=False):
+    """All options of `oocgemm.ld_scores`."""
+
+    window: Annotated[
+        int | None,
+        Option(
+            "Sum over the variants within this many variants on both sides, such as 1000.",
+            metavar="N",
+        ),
+    ]
+    axis: Annotated[
+        int,
+        Option("Axis of X with the variants. 0: its rows. 1: its columns.", default=1, least=0, most=1),
+    ]
+    adjusted: Annotated[
+        bool,
+        Option(
+            "Subtract the expected square of the correlation of independent variants, as LDSC does.",
+            "Of n individuals, r^2 - (1 - r^2) / (n - 2) is summed instead of r^2.",
+            True,
+            flags=(("--not-adjusted", "Sum the squares of correlations as they are."),),
+        ),
+    ]
+    constant: Annotated[
+        str,
+        Option(
+            "Variants with equal genotypes only, which have no correlations. raise: stop. drop: leave them "
+            "out, and do not count them in windows.",
+            "The scores of variants that are left out are NaN, and a `DataWarning` counts them.",
+            "raise",
+            choices=("raise", "drop"),
+        ),
+    ]
+
+
 # The options of each verb: the class that is named for it.
 VERBS: Mapping[str, type] = {
     verb: globals()[verb.title().replace("_", "") + "Arguments"] for verb in support.VERBS

@@ -135,6 +135,11 @@ VERBS: Mapping[str, Verb] = {
     "pca": Verb(frozenset({"passes"})),
     "kernel_matmul": Verb(),
     "reduce": Verb(),
+    "ld_scores": Verb(
+        command="Compute LD scores of the variants in X, and save them at OUT, a new .npy file.\n\n"
+        "X has genotypes 0, 1 and 2 of individuals (rows) at variants (columns).\n\n"
+        "Example: oocgemm ld-scores data.bed scores.npy --window 1000",
+    ),
 }
 
 

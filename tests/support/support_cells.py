@@ -75,6 +75,12 @@ def _kernel(x: Array) -> Array:
     return np.exp(-GAMMA * squares) @ V
 
 
+def _ld_scores(x: Array) -> Array:
+    squares = np.corrcoef(x.T) ** 2
+    near = np.abs(np.subtract.outer(*2 * (np.arange(len(squares)),))) <= 3
+    return np.where(near, squares - (1 - squares) / (len(x) - 2), 0).sum(axis=1)
+
+
 CALLS: Mapping[str, Call] = {
     "gemm": Call(oocgemm.gemm, lambda found: found.out, lambda a: a @ B),
     "gram": Call(oocgemm.gram, lambda found: found.out, lambda x: x @ x.T),
@@ -102,6 +108,7 @@ CALLS: Mapping[str, Call] = {
         stores=False,
         to=oocgemm.Reduce("sum"),
     ),
+    "ld_scores": Call(oocgemm.ld_scores, lambda found: found.scores, _ld_scores, stores=False, window=3),
 }
 
 

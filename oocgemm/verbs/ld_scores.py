@@ -1,0 +1,120 @@
+"""The verb `ld_scores`: how much of the variation at nearby variants each variant of genotypes tags."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oocgemm import stores
+from oocgemm.errors import InputError
+from oocgemm.jobs.options import LdScoresArguments, Operand, PathLike, SelectionOptions, documented
+from oocgemm.jobs.request import Reduction, parse_gram
+from oocgemm.jobs.run import Plan, Result, outcome
+from oocgemm.jobs.steps import Coefficients, Squared, Within
+from oocgemm.verbs.correlation import with_constant
+from oocgemm.verbs.similarity import check_options
+
+
+@dataclass(frozen=True, eq=False)
+class LDScores:
+    """LD scores of variants.
+
+    Attributes:
+        scores: a float64 number per variant, NaN for those that were left out.
+        run: the plan and the timeline of the run. It has no C.
+    """
+
+    scores: NDArray[np.float64]
+    run: Result
+
+    def save(self, path: PathLike) -> None:
+        """Write the scores to a .npy file at a local path."""
+        with open(os.fspath(path), "wb") as file:
+            np.save(file, self.scores)
+
+
+@overload
+def ld_scores(
+    x: Operand,
+    *,
+    window: int | None = None,
+    axis: int = 1,
+    adjusted: bool = True,
+    constant: str = "raise",
+    dry_run: Literal[False] = False,
+    **options: Unpack[SelectionOptions],
+) -> LDScores: ...
+@overload
+def ld_scores(
+    x: Operand,
+    *,
+    window: int | None = None,
+    axis: int = 1,
+    adjusted: bool = True,
+    constant: str = "raise",
+    dry_run: Literal[True],
+    **options: Unpack[SelectionOptions],
+) -> Plan: ...
+@documented(LdScoresArguments, SelectionOptions)
+def ld_scores(
+    x: Operand,
+    *,
+    window: int | None = None,
+    axis: int = 1,
+    adjusted: bool = True,
+    constant: str = "raise",
+    dry_run: bool = False,
+    **options: Unpack[SelectionOptions],
+) -> LDScores | Plan:
+    """Sum the squared correlations of each variant with the variants near it, and with itself.
+
+    Only correlations within the window are computed, and none is stored. The correlations are those of
+    `corr`. Their squares are summed in float64, always in the same order. Source: Bulik-Sullivan et al., *LD
+    Score regression distinguishes confounding from polygenicity in genome-wide association studies* (Nature
+    Genetics 47, 2015).
+
+    Args:
+        x: genotypes as a real two-dimensional operand as for `corr`. Missing genotypes of a .bed file are
+            replaced by the means of their variants.
+        {options}
+
+    Returns:
+        The `LDScores`. With `dry_run`, the `Plan`.
+
+    Raises:
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
+
+    >>> import oocgemm
+    >>> x = [[0, 0, 2], [1, 1, 0], [2, 2, 1], [0, 1, 1]]
+    >>> oocgemm.ld_scores(x, window=1, adjusted=False, backend="host").scores.round(4)
+    array([1.7273, 1.9773, 1.25  ])
+    """
+    check_options("ld_scores", options)
+    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 0:
+        raise InputError(f"window = {window!r} is not a number of variants: pass one such as 1000")
+    if constant not in ("raise", "drop"):
+        raise InputError(f"constant = {constant!r}: choose raise or drop")
+    shape = stores.open_matrix("X", stores.located("X", x), decode=False).shape
+    individuals = shape[1 - axis] if axis in (0, 1) else 0
+    if adjusted and axis in (0, 1) and individuals < 3:
+        raise InputError(
+            f"X has {individuals} individuals, and adjusted scores need at least 3: pass adjusted=False "
+            "(--not-adjusted), or the other axis"
+        )
+    steps = Coefficients(), Squared(1 / (individuals - 2) if adjusted else 0.0), Within(int(window))
+    given: dict[str, Any] = {**options, "epilogue": steps}
+    request = parse_gram(x, None, axis, "full", given)  # type: ignore[arg-type]
+    request = replace(request, into=Reduction(("X", "X"), True, "sum", width=int(window)))
+    request = request.with_operands(standardize="scale", impute=True)
+    if not dry_run:
+        request = with_constant(request, constant)
+
+    def scored(result: Result) -> LDScores:
+        scores = np.full(shape[axis], np.nan)
+        kept = request.a.kept
+        scores[slice(None) if kept is None else kept] = np.asarray(result.out)[:, 0]
+        return LDScores(scores, replace(result, c=None))
+
+    return outcome(request, scored, dry_run=dry_run)
