@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -42,6 +42,7 @@ from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.request import Destination, Kind, Request
+from oocgemm.jobs.run import Plan as ReadyPlan
 from oocgemm.jobs.run import Result
 from oocgemm.jobs.steps import further, with_further
 from oocgemm.machine import info
@@ -141,6 +142,26 @@ def _absolute(request: Request) -> Request:
         c=Destination.parse(absolute(request.c.path) if request.c.path else None),
         epilogue=request.epilogue if d is None else with_further(request.epilogue, absolute(os.fspath(d))),
     )
+
+
+def plan_for_workers(request: Request, plan: Callable[[Request], ReadyPlan]) -> ReadyPlan:
+    """Return the plan that workers would follow, without asking them what they have.
+
+    Workers of this machine share its budgets. Other workers are taken to have a machine and a device each,
+    like those of this process. `plan` plans a request for one process.
+    """
+    with crew_of(request) as crew:
+        count = len(crew.names())
+        sharers = count if crew.local else 1
+    _check_places(request)
+    alone = plan(request)
+    each = {"device_memory": alone.budgets.device // sharers, "host_memory": alone.budgets.host // sharers}
+    shared = plan(request.with_options(memory=None, **each)) if sharers > 1 else alone
+    keep_tile, whole_k = request.tile is not None, not request.divides_k
+    chosen = partition(shared, count, keep_tile=keep_tile, whole_k=whole_k)
+    if chosen.plan.tile != shared.tile:
+        shared = plan(shared.request.with_options(tile=chosen.plan.tile))
+    return ReadyPlan.of(shared, shared.request, chosen)
 
 
 def _plan(

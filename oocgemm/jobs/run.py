@@ -191,15 +191,20 @@ class Plan(planning.Plan):
     """A planned product. `run` executes it; `str` describes it.
 
     `tile`, `footprint`, `traffic`, `prediction` and the other figures are those of `oocgemm.planning.Plan`.
+    With `workers`, they are those of one worker that computes the whole product in its share of the memory.
     """
 
     request: Request = field(kw_only=True, compare=False)
+    workers: Partition | None = field(kw_only=True, default=None, compare=False)
 
     @classmethod
-    def of(cls, plan: planning.Plan, request: Request) -> "Plan":
-        """Combine a plan and the request that it was made for into a plan that can run."""
+    def of(cls, plan: planning.Plan, request: Request, workers: Partition | None = None) -> "Plan":
+        """Combine a plan and the request that it was made for into a plan that can run.
+
+        `workers` says which parts of it several workers compute.
+        """
         decided = {part.name: getattr(plan, part.name) for part in fields(planning.Plan)}
-        return cls(**decided, request=request)
+        return cls(**decided, request=request, workers=workers)
 
     def run(self, **options: Unpack[RunOptions]) -> Result:
         """Run the plan, as ``oocgemm.gemm(plan=self, **options)`` does."""
@@ -267,6 +272,8 @@ class Plan(planning.Plan):
             yield f"compressed by the GPU: C ({coding.codec})"
         rates = "calibrated" if self.machine.calibrated else "run `oocgemm calibrate` for better estimates"
         yield f"predicted: {format_time(prediction.total)}, {prediction.bottleneck}-bound ({rates})"
+        if self.workers:
+            yield f"workers: {self.workers}"
         if self.note:
             yield f"note: {self.note}"
 
@@ -554,7 +561,16 @@ def outcome(request: Request, shape: Callable[[Result], Any] = lambda found: fou
 
 
 def plan_request(request: Request) -> Plan:
-    """Plan a request without a device."""
+    """Plan a request without a device, and without workers if these would compute it."""
+    if request.where.is_distributed:
+        from oocgemm.distributed.distribute import plan_for_workers
+
+        return plan_for_workers(request, _plan_alone)
+    return _plan_alone(request)
+
+
+def _plan_alone(request: Request) -> Plan:
+    """Plan a request for one process."""
     name = backends.resolve(request.where.backend)
     if request.where.backend == "auto" and name == "host":
         backends.fall_back(backends.missing_for_cuda())

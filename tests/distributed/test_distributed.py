@@ -130,3 +130,21 @@ def test_a_plan_can_be_run_by_several_workers(here: Path) -> None:
     plan = oocgemm.plan(*paths, tile=TILE, memory="150MiB", backend="host", chunks=(8, 8))
     assert plan.run(workers=2).plan.candidate == plan.candidate
     assert content(here / "C.zarr") == content_of(here, workers=1)
+
+
+def test_a_dry_run_returns_the_plan_of_the_workers(here: Path) -> None:
+    paths = [here / name for name in ("A.zarr", "B.zarr", "C.zarr")]
+    options: dict[str, Any] = {"backend": "host", "memory": "600MiB", "workers": 3}
+    plan = oocgemm.gemm(*paths, dry_run=True, **options)
+    assert not paths[2].exists()
+    assert plan.workers is not None
+    assert plan.workers.available == 3
+    assert f"workers: {plan.workers.workers} of 3 workers used" in str(plan)
+    assert plan.footprint.host_total + plan.footprint.device_total <= 200 << 20
+    result = oocgemm.gemm(*paths, **options)
+    assert (result.plan.tile, result.plan.budgets.host) == (plan.tile, plan.budgets.host)
+    gram = oocgemm.gram(here / "A.zarr", here / "G.zarr", dry_run=True, **options | {"tile": "16x16x16"})
+    assert gram.workers is not None
+    assert [part.rows for part in gram.workers.parts] == [(3, 5), (0, 3), (5, 6)]
+    with pytest.raises(oocgemm.CombinationError, match="C would be in memory"):
+        oocgemm.gemm(*paths[:2], dry_run=True, **options)
