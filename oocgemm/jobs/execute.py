@@ -21,7 +21,6 @@ from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.transforming import on_device
-from oocgemm.jobs.verify import check_pass, check_samples, needs_samples, settle
 from oocgemm.machine.info import versions
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted
@@ -30,7 +29,7 @@ from oocgemm.stores.base import Retries
 from oocgemm.system.resources import CpuTimes, used_since
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
-from oocgemm.timeline.metrics import MIN_CPU_WALL
+from oocgemm.timeline.spans import MIN_CPU_WALL
 
 if TYPE_CHECKING:
     from oocgemm.integrity.tile_checks import Checks
@@ -178,7 +177,7 @@ def execute(
             _note(staging.retried, facts["retried"])
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
-            if target.whole and needs_samples(job):
+            if target.whole and _needs_samples(job):
                 staging.close()
                 opened.close()  # its memory is free for the samples
             elif not (is_short(job.plan) or _frees_little(job.plan)):
@@ -204,8 +203,12 @@ def conclude(job: PreparedRun, result: Matrix, facts: dict[str, Any], origin: in
     """
     retries = Retries()
     if isinstance(result, Collecting):
+        from oocgemm.jobs.verify import settle
+
         settle(job, result, retries, cancel)
-    if needs_samples(job):
+    if _needs_samples(job):
+        from oocgemm.jobs.verify import check_pass, check_samples
+
         begun = perf_counter_ns()
         if job.request.chain is None:
             sampled = check_samples(job, result, retries, cancel)
@@ -214,6 +217,13 @@ def conclude(job: PreparedRun, result: Matrix, facts: dict[str, Any], origin: in
             check_pass(job, result, retries, cancel)
         facts["sampling"] = [begun - origin, perf_counter_ns() - origin]
     _note(retries.made, facts["retried"])
+
+
+def _needs_samples(job: PreparedRun) -> bool:
+    """Return whether samples of the result are to be checked after the run."""
+    problem, request = job.plan.problem, job.request
+    made = problem.checks_sums or request.selection is not None or request.chain is not None
+    return request.verify and made and 0 not in (problem.m, problem.n)
 
 
 def _note(retried: list[str], facts: list[str]) -> None:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 from oocgemm import stores
 from oocgemm.errors import InputError, warn_of_data
-from oocgemm.integrity.rounding import OPERANDS
 from oocgemm.jobs import support
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.options import (
@@ -190,6 +189,8 @@ class Selection:
         last = problem.epilogue[-1].kind if problem.epilogue else ""
         if not (self.cosine or last == "correlation"):
             return 0.0
+        from oocgemm.integrity.rounding import OPERANDS
+
         wide = problem.exact or problem.acc_dtype == "float64"
         eps = 2.0**-52 if wide else 2.0**-23
         return (2 * sqrt(problem.k) + 4) * eps + 2 * OPERANDS[problem.compute]

@@ -19,7 +19,7 @@ from html import escape
 from operator import attrgetter
 from time import monotonic, perf_counter_ns, time
 from traceback import clear_frames
-from typing import Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,14 +36,15 @@ from oocgemm.jobs.prepare import Output, PreparedRun, check_memory, prepare
 from oocgemm.jobs.request import Request, Source
 from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of
 from oocgemm.machine import info as system
-from oocgemm.planning.parts.partition import Partition, scaling
 from oocgemm.planning.units import counted, format_rate, format_size, format_time, parse_rate
-from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.stores import Matrix, is_plain
-from oocgemm.stores.zarr_matrix import save_arrays
 from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel, shielded, shielded_here
-from oocgemm.timeline import Recorder, Report, Timeline, report
+from oocgemm.timeline import Recorder, Timeline
+
+if TYPE_CHECKING:
+    from oocgemm.planning.parts.partition import Partition
+    from oocgemm.timeline import Report
 
 # Estimated memory of a timeline and its report, in bytes per span. A span is the record of one operation. For
 # a run with 132,500 spans, 910 bytes per span were measured.
@@ -83,8 +84,10 @@ class Result:
         return self.log.timeline()
 
     @cached_property
-    def report(self) -> Report:
+    def report(self) -> "Report":
         """The figures of the run, such as T, the share of T in which the kernel runs, and the traffic."""
+        from oocgemm.timeline import report
+
         return report(self.timeline)
 
     @property
@@ -108,6 +111,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: C, the wall time T, the rate, and what limited its speed."""
+        from oocgemm.reports.advice import diagnosis_lines
+
         rows = [*self._facts(), *diagnosis_lines(self.report, self.timeline)]
         return f"<div><b>oocgemm.Result</b><br>{'<br>'.join(map(escape, rows))}</div>"
 
@@ -144,6 +149,8 @@ class Neighbors:
         Raises:
             InputError: something exists at the path, or nothing can be written there.
         """
+        from oocgemm.stores.zarr_matrix import save_arrays
+
         save_arrays(os.fspath(path), {"indices": self.indices, "scores": self.scores} | _kept(self.run))
 
 
@@ -178,6 +185,8 @@ class Pairs:
             InputError: something exists at the path, or nothing can be written there.
         """
         arrays = {"indptr": self.indptr, "indices": self.indices, "scores": self.scores}
+        from oocgemm.stores.zarr_matrix import save_arrays
+
         save_arrays(os.fspath(path), arrays | _kept(self.run))
 
 
@@ -213,7 +222,7 @@ class Plan(planning.Plan):
 
     def scaling(
         self, workers: int | Iterable[int], storage_read: float | str | None = None
-    ) -> tuple[Partition, ...]:
+    ) -> "tuple[Partition, ...]":
         """Predict the product on several workers, each with the machine model and the budgets of this plan.
 
         Nothing is run. If the plan was made with a given tile, parts consist of such tiles. Otherwise, tiles
@@ -232,6 +241,8 @@ class Plan(planning.Plan):
             InputError: a number of workers is not from 1 to 1024, the rate is not positive, or an operand is
                 in memory, where other processes cannot access it.
         """
+        from oocgemm.planning.parts.partition import scaling
+
         layouts = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}
         for operand, layout in layouts.items():
             if layout.in_memory:

@@ -56,13 +56,6 @@ DEPTH, PRODUCTS = 1 << 14, 1 << 20
 BAND = 32
 
 
-def needs_samples(job: PreparedRun) -> bool:
-    """Return whether samples of the result are to be checked after the run."""
-    problem, request = job.plan.problem, job.request
-    made = problem.checks_sums or request.selection is not None or request.chain is not None
-    return request.verify and made and 0 not in (problem.m, problem.n)
-
-
 def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
     """Check samples of the result of a run, and return how many, for the report.
 

@@ -1,9 +1,17 @@
-"""Timelines, which record when each operation of a run started and ended, and figures computed from them."""
+"""Timelines, which record when each operation of a run started and ended, and figures computed from them.
 
-from oocgemm.timeline.activities import Verdict
+A run only records. What computes figures is imported at its first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from oocgemm.timeline.log import Recorder, damage, read_log
-from oocgemm.timeline.metrics import Diagnosis, Report, diagnose, in_place, report, same_product
 from oocgemm.timeline.spans import Span, Timeline
+
+if TYPE_CHECKING:
+    from oocgemm.timeline.activities import Verdict
+    from oocgemm.timeline.metrics import Diagnosis, Report, diagnose, in_place, report, same_product
 
 __all__ = [
     "Diagnosis",
@@ -19,3 +27,10 @@ __all__ = [
     "report",
     "same_product",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'activities' if name == 'Verdict' else 'metrics'}"), name)

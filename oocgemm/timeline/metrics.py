@@ -58,7 +58,7 @@ from oocgemm.timeline.activities import (
     workers_of,
 )
 from oocgemm.timeline.log import read_log
-from oocgemm.timeline.spans import Span, Timeline, intersection, length, union
+from oocgemm.timeline.spans import MIN_CPU_WALL, Span, Timeline, intersection, length, union
 
 COPY = ("h2d", "d2h")
 STORAGE = ("read", "decode", "encode", "write")
@@ -493,8 +493,6 @@ def in_place(timeline: Timeline) -> str:
 # If other programs used at least the share MIN_OTHERS of the CPU cores, the report says so. If at least the
 # share MIN_BUSY of the cores was busy in all, it says that other programs slowed the run down.
 MIN_OTHERS, MIN_BUSY = 0.1, 0.8
-# The use of CPU cores is not reported for runs of fewer seconds: Linux counts it in ticks of 10 ms.
-MIN_CPU_WALL = 0.5
 # Causes that need no CPU cores if the device is a GPU. If one of them limits the run, other programs on the
 # CPU have not slowed it down.
 ON_DEVICE = (COMPUTE, "h2d", "prepare", "accumulator", "select")

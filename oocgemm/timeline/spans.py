@@ -15,6 +15,8 @@ Interval = tuple[int, int]
 # Lanes, in the order in which data flows through them.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write")
 MAX_INTERVALS = 4000
+# The use of CPU cores is not reported for runs of fewer seconds: Linux counts it in ticks of 10 ms.
+MIN_CPU_WALL = 0.5
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

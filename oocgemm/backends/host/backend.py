@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -34,12 +34,14 @@ from oocgemm.backends.base import (
 )
 from oocgemm.backends.host.blas import blas_name, gemm, syrk
 from oocgemm.backends.host.finish import KEEPERS, Keeper, finish, run_chain
-from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot
 from oocgemm.planning.emulation import describe_steps, plane_offsets
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.resources import RECENT, allocate, available_memory
+
+if TYPE_CHECKING:
+    from oocgemm.backends.host.residues import Prepared
 
 
 class HostSession:
@@ -177,6 +179,8 @@ class HostSession:
         if self._problem.planes:
             prepared = self._prepared[op.reads[2].slot]
             if prepared.number:
+                from oocgemm.backends.host.residues import multiply
+
                 multiply(prepared, rows, alpha.real, beta.real, c, self._work, cols.start)
                 return
         elif problem.a_dtype != problem.acc_dtype:
@@ -222,6 +226,8 @@ class HostSession:
         size = plane_offsets(problem.planes, m, n, k).end
         space = self._arena[self._offsets[slot] :][:size]
         a, b = a.T if problem.trans_a.swaps else a, b.T if problem.trans_b.swaps else b
+        from oocgemm.backends.host.residues import prepare
+
         self._prepared[slot] = prepare(a, b, space, problem.a_dtype)
         self._steps[self._prepared[slot].number] += 1
 
