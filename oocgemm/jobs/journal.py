@@ -86,7 +86,7 @@ logger = logging.getLogger("oocgemm")
 _abandoned: set[str] = set()
 
 FORMAT = 3
-JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
+JOURNAL, REDO, COUNT = "journal", "redo", "count"
 # Only in distributed runs (`oocgemm.distributed`): the folder of the attempts of workers at parts, the file
 # by which the coordinator shows its workers that it is alive, what all workers are given, and the partial
 # products of slices of k.
