@@ -549,7 +549,7 @@ class Run:
         host = self._host_block(operation)
         if begun is not None:
             return begun
-        if isinstance(host, Pageable):
+        if self._alone and isinstance(host, Pageable):
             return self._session.begin(operation, host, tokens)
         return self._session.submit(operation, host, tokens)
 
