@@ -204,10 +204,10 @@ class Plan(planning.Plan):
     """
 
     request: Request = field(kw_only=True, compare=False)
-    workers: Partition | None = field(kw_only=True, default=None, compare=False)
+    workers: "Partition | None" = field(kw_only=True, default=None, compare=False)
 
     @classmethod
-    def of(cls, plan: planning.Plan, request: Request, workers: Partition | None = None) -> "Plan":
+    def of(cls, plan: planning.Plan, request: Request, workers: "Partition | None" = None) -> "Plan":
         """Combine a plan and the request that it was made for into a plan that can run.
 
         `workers` says which parts of it several workers compute.
