@@ -254,5 +254,5 @@ def _print_plan(planned: PCAPlan, *, as_json: bool) -> None:
         return
     from oocgemm.cli.display import print_plan
 
-    click.echo(f"{planned.summary}. A pass:\n")
+    click.echo(f"{planned.summary}. {planned.what}:\n")
     print_plan(planned.pass_plan)

@@ -40,7 +40,7 @@ from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import dtype_name, named_dtype
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix, chain_of
-from oocgemm.stores.view import ConstantRows, SlicedMatrix
+from oocgemm.stores.view import ConstantRows, RowsMatrix, SlicedMatrix
 
 # The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
 # product, and C shall not be rounded to it.
@@ -448,6 +448,10 @@ def _wide(problem: GemmProblem) -> GemmProblem:
 def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open X, make the matrix that is added to X Q, and describe ``X^T (X Q + 1 row)``."""
     x = stores.open_matrix("X", request.a.given, decode=request.decode)
+    if chain.rows is not None:
+        whole = stores.in_memory(x)
+        part = None if whole is None else whole[slice(*chain.rows)]
+        x = RowsMatrix(x, chain.rows) if part is None else stores.open_matrix("X", part)
     count = x.shape[0]
     # The numbers of the transform are per column of X, which is not the axis that `problem_of` sums over.
     x, trans = by_rows(x, request.a.transform, Op.T, left=False)

@@ -500,7 +500,7 @@ class DenseOptions(SelectionOptions, _Storage, _Durability, total=False):
     """Options of `oocgemm.corr`, `cov` and `grm`. `oocgemm.gemm` describes each."""
 
 
-class PcaOptions(_Engine, _Memory, _Access, _Device, _Watch, total=False):
+class PcaOptions(_Engine, _Memory, _Access, _Devices, _Device, _Watch, total=False):
     """Options of `oocgemm.pca`. `oocgemm.gemm` describes each."""
 
 

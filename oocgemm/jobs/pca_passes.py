@@ -23,6 +23,10 @@ residuals ``X^T X v - s^2 v``. The next Q is half an iteration ahead of V.
 
 All of this is computed in float64. Its matrices have as many rows as X has columns.
 
+With several devices, the rows of X are divided into slices, and Z is the sum of their products. The slices
+depend on X alone. Their products are added in their order, in float64. So the bits of the result do not
+depend on the number of devices.
+
 The state of an unfinished run is kept in a file beside the result.
 It is replaced after each pass: the new file is written and flushed to the disk, and renamed into place. So a
 run that is killed at any time loses one pass at most, and a resumed run computes the same bits.
@@ -34,6 +38,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +46,14 @@ import numpy as np
 
 from oocgemm import backends, stores
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.request import Chain, Destination, Request, parse
-from oocgemm.jobs.run import Plan, plan_request, run_request
+from oocgemm.jobs.prepare import budgets_of
+from oocgemm.jobs.request import Chain, Destination, Request, numbers_of, parse, unknown_devices
+from oocgemm.jobs.run import Plan, Result, plan_request, run_request, run_side_by_side
 from oocgemm.jobs.stats import stats_of
 from oocgemm.jobs.transforming import check_known, gaps, how_to_replace, memory_of, readable, transformed
 from oocgemm.planning import Op
-from oocgemm.planning.tiling import round_up
+from oocgemm.planning.tiling import Range, ceil_div, round_up
+from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING, sync_path
 from oocgemm.stores.files import open_regular
@@ -78,6 +85,8 @@ MARGIN = 2.0**46
 # The elements of the first Xc^T Xc Q. Then squares of products, which are fourth powers of singular values,
 # stay in the range of float64 with all their digits.
 MIN_PRODUCT, MAX_PRODUCT = 2.0**-400, 2.0**400
+# Number of slices of X if it is multiplied by several devices, unless it has fewer chunks.
+SLICES = 8
 # Dtypes in which X is multiplied.
 DTYPES = ("float32", "float64")
 
@@ -304,7 +313,8 @@ class Passes:
         Raises:
             InputError: X or the transform cannot be used.
         """
-        self._x, self._options = x, dict(options)
+        self._x, self._options = x, {name: options[name] for name in options if name != "devices"}
+        self._devices = numbers_of(options.get("devices"))
         self._decodes = options.get("decode", True)
         self.matrix = stores.open_matrix("X", x, decode=self._decodes)
         self.transform = _centered(transform or Transform(), center=center)
@@ -323,6 +333,27 @@ class Passes:
         self._means = isinstance(self.transform.center, str)  # whether means are subtracted
         self._fill: Array | None = None  # what missing elements become
         self._memory = 0  # for passes over X that find statistics
+        self.slices = [(0, rows)] if self._devices is None else self._cut()
+
+    def _cut(self) -> list[Range]:
+        """Divide the rows of X into slices that consist of whole chunks."""
+        rows, chunk = self.matrix.shape[0], self.matrix.layout.read_chunk[0]
+        chunks = ceil_div(rows, chunk)
+        count = max(1, min(SLICES, chunks))
+        cuts = [min(rows, number * chunks // count * chunk) for number in range(count + 1)]
+        return list(pairwise(cuts))
+
+    @property
+    def sessions(self) -> int:
+        """How many slices are multiplied at the same time."""
+        return min(len(self.slices), self._count())
+
+    def _count(self) -> int:
+        if self._devices != "all":
+            return len(self._devices or (0,))
+        if self.backend == "host":
+            return 1
+        return backends.open_backend("cuda").device_count()
 
     @property
     def reads_first(self) -> bool:
@@ -338,7 +369,10 @@ class Passes:
     def plan(self) -> Plan:
         """Return the plan of a pass."""
         state = PcaState(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
-        return plan_request(self._request(state, np.zeros(self._width), None))
+        if self._devices == "all" and self.backend != "host":
+            raise unknown_devices()
+        (request, *_), _ = self._requests(state, np.zeros(self._width), None, planning=True)
+        return plan_request(request)
 
     def begin(self, seed: int) -> PcaState:
         """Return the state before the first pass. X is read if its transform needs statistics."""
@@ -368,8 +402,7 @@ class Passes:
             InputError: X has elements that are NaN or Inf.
         """
         factor, row = self._multiplied(state)
-        result = run_request(replace(self._request(state, row, factor), tile=state.tile))
-        product = np.asarray(result.out).astype(np.float64)
+        product, tile = self._product(state, row, factor)
         if state.subspace.last is None and not state.exponent and self._leaves_range(state, product):
             exponent, center = self._exponent(state)
             if exponent:
@@ -382,12 +415,67 @@ class Passes:
         center, block = self._corrected(state, factor, row, product)
         rounding = float(np.finfo(self.dtype).eps)
         subspace = advance(state.subspace, block, rounding)
-        found = PcaState(subspace, center, state.folded, str(result.plan.tile), state.exponent)
+        found = PcaState(subspace, center, state.folded, tile, state.exponent)
         if state.folded and self._hides(center, subspace, rounding):
             logger.info("the means of X are so large that they are subtracted from each element")
             # The products so far are inaccurate. But they give a good next Q.
             found = PcaState(Subspace(subspace.basis, passes=subspace.passes), center, folded=False)
         return found
+
+    def _product(self, state: PcaState, row: Array, factor: Array) -> tuple[Array, str]:
+        """Return ``X^T (X Q + 1 row)``, in float64, and the tile shape of the products."""
+        requests, lanes = self._requests(state, row, factor)
+        if len(requests) == 1:
+            result = run_request(requests[0])
+            return np.asarray(result.out).astype(np.float64), str(result.plan.tile)
+        product, tiles = np.zeros((self.matrix.shape[1], self._width)), list[str]()
+
+        def add(result: Result) -> None:
+            with np.errstate(all="ignore"):
+                np.add(product, result.out, out=product)
+            tiles.append(str(result.plan.tile))
+
+        run_side_by_side(requests, lanes, add)
+        return product, tiles[0]
+
+    def _requests(
+        self, state: PcaState, row: Array, factor: Array | None, *, planning: bool = False
+    ) -> tuple[list[Request], int]:
+        """Return the requests for the products of all slices of X, and how many run at the same time."""
+        whole = replace(self._request(state, row, factor), tile=state.tile)
+        if self._devices is None:
+            return [whole], 1
+        assert isinstance(whole.into, Chain)
+        resident = whole.into.resident_bytes // self.sessions
+        places = self._places(planning=planning)
+        return [
+            replace(
+                whole.with_options(**places[number % len(places)]),
+                into=replace(whole.into, rows=rows, resident_bytes=resident),
+            )
+            for number, rows in enumerate(self.slices)
+        ], len(places)
+
+    def _places(self, *, planning: bool) -> list[dict[str, Any]]:
+        """Return the options that say where each session runs, and what memory it has.
+
+        The host memory is divided among the sessions. When a run is only planned, no device is opened.
+        """
+        names = ("device_memory", "host_memory", "memory")
+        device, host, memory = (self._options.get(name) for name in names)
+        count = self.sessions
+        if planning and self.backend != "host":
+            numbers, free = tuple(range(count)), None
+        else:
+            devices = backends.open_devices(self.backend, self._devices or (0,))
+            numbers, free = devices.numbers, devices.free_memory
+        shared: dict[str, Any] = {"memory": None, "host_memory": None, "device_memory": device}
+        if memory is not None and self.backend == "host":
+            shared["memory"] = parse_size(memory) // count
+        else:
+            found = budgets_of(self.backend, free, device, host if memory is None else memory)
+            shared |= {"device_memory": found.device, "host_memory": found.host // count}
+        return [shared | {"device": number} for number in numbers[:count]]
 
     def _multiplied(self, state: PcaState) -> tuple[Array, Array]:
         """Return S Q, with further columns of zeros, and the row that is added: -b, and 1 at its end."""
@@ -447,7 +535,7 @@ class Passes:
         state = replace(state, exponent=0)
         center, inverse = self._folded(state)
         factor = (components.T * inverse[:, None]).astype(self.dtype)
-        options = {"transform_a": self._each(state), **self._options}
+        options = {"transform_a": self._each(state), "devices": self._devices, **self._options}
         found: Array = np.asarray(run_request(parse(self._x, factor, None, options)).out)  # type: ignore[arg-type]
         found -= (center @ factor).astype(self.dtype)
         return found
@@ -567,8 +655,8 @@ def load_state(path: Path, identity: Mapping[str, Any], *, resume: bool) -> PcaS
         raise InputError(
             f"the state of the run at {path} cannot be read ({error}): remove it to start over"
         ) from error
-    known = json.loads(json.dumps(identity, default=str))
-    changed = [name for name in known if known[name] != facts["identity"].get(name)]
+    known, earlier = json.loads(json.dumps(identity, default=str)), facts["identity"]
+    changed = [name for name in known | earlier if known.get(name) != earlier.get(name)]
     if changed:
         raise InputError(
             f"the unfinished run at {path} has other arguments ({', '.join(changed)}): pass the same ones, "

@@ -26,7 +26,7 @@ from oocgemm.jobs.journal import read
 from oocgemm.jobs.norms import correction, cosine_scales, factors
 from oocgemm.jobs.operands import open_operands, tile_of
 from oocgemm.jobs.options import Size
-from oocgemm.jobs.request import Destination, Kind, Request
+from oocgemm.jobs.request import Destination, Kind, Request, unknown_devices
 from oocgemm.jobs.resume import (
     Earlier,
     check_complete,
@@ -694,10 +694,7 @@ def _count(request: Request, engine: Backend | None) -> int:
     if isinstance(engine, backends.Devices):
         return len(engine.numbers)
     if request.where.devices == "all":
-        raise InputError(
-            "planning for cuda opens no device, so it is unknown how many there are: pass their numbers, "
-            "such as devices=[0, 1] (--devices 0,1)"
-        )
+        raise unknown_devices()
     return len(request.where.devices or (0,))
 
 

@@ -27,7 +27,7 @@ from oocgemm.jobs.steps import Epilogue, steps_of
 from oocgemm.planning import GemmProblem, Layout, Op, Plan, TileShape
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.parts.slicing import Slicing
-from oocgemm.planning.tiling import Shape
+from oocgemm.planning.tiling import Range, Shape
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import Folder
@@ -210,6 +210,7 @@ class Chain:
         factor: its first `columns` columns are Q. It has as many rows as X has columns, and is as wide as
             `row`. None if the products are only planned.
         resident_bytes: host memory that the caller needs during the run.
+        rows: the rows of X that are multiplied, which begin at a border of chunks; None for all.
     """
 
     feature: ClassVar[str] = "passes"  # of those that not every executor has
@@ -219,6 +220,7 @@ class Chain:
     row: Array
     factor: Array | None = None
     resident_bytes: int = 0
+    rows: Range | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -510,6 +512,14 @@ def _uplo_begun(c: Destination) -> str:
     """Return which triangle the journal of a run at C names; "" if it names none."""
     record = None if c.journal_folder is None else read(c.journal_folder)
     return "" if record is None else record.uplo
+
+
+def unknown_devices() -> InputError:
+    """Return the error for a plan of all devices, of which none is opened."""
+    return InputError(
+        "planning for cuda opens no device, so it is unknown how many there are: pass their numbers, such as "
+        "devices=[0, 1] (--devices 0,1)"
+    )
 
 
 def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | None:

@@ -11,7 +11,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
@@ -618,6 +619,46 @@ def run_request(request: Request) -> Result:
             return result
     job = PreparedJob(request)
     return _run(request, job.run, brief=is_brief(job.plan))
+
+
+def run_side_by_side(requests: Sequence[Request], lanes: int, take: Callable[[Result], None]) -> None:
+    """Run requests that need no others, `lanes` of them at the same time.
+
+    Request number p runs in lane p modulo `lanes`, after those before it in this lane. `take` is called with
+    the results, in the order of the requests. The first failure stops all of them, and is raised.
+    """
+
+    def run(progress: Progress | None, cancel: Cancel) -> None:
+        cancels = [Cancel() for _ in range(lanes)]
+
+        def stop(error: BaseException) -> None:
+            for each in cancels:
+                each.request(error)
+
+        with ExitStack() as stack:
+            pools = [
+                stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=f"oocgemm-lane-{lane}"))
+                for lane in range(lanes)
+            ]
+            stack.enter_context(cancel.calling(stop))
+            futures = [
+                pools[number % lanes].submit(
+                    lambda request, own: PreparedJob(request).run(progress, own),
+                    request,
+                    cancels[number % lanes],
+                )
+                for number, request in enumerate(requests)
+            ]
+            try:
+                for future in futures:
+                    take(future.result())
+            except BaseException as error:
+                for future in futures:
+                    future.cancel()
+                stop(error)
+                raise
+
+    _run(requests[0], run)
 
 
 def _check_genotypes(request: Request) -> None:

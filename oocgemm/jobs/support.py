@@ -31,9 +31,9 @@ HOLES = (
         "CUDA_VISIBLE_DEVICES set",
     ),
     Hole(
-        (SEVERAL, WORKERS),
+        (WORKERS,),
         "passes",
-        "principal components are computed by one device: drop workers, client, executor and devices",
+        "principal components are computed by one process: drop workers, client and executor",
     ),
     Hole(
         (WORKERS,),

@@ -39,6 +39,19 @@ def underlying(matrix: Matrix) -> Matrix:
     return matrix
 
 
+class RowsMatrix(View):
+    """A read-only view of some successive rows of a matrix. They begin at a border of chunks."""
+
+    def __init__(self, matrix: Matrix, rows: Range) -> None:
+        super().__init__(matrix)
+        self._top = rows[0]
+        self.shape = length(rows), matrix.shape[1]
+        self.layout: Layout = matrix.layout.copied()
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        self._matrix.read((self._top + rows[0], self._top + rows[1]), cols, out)
+
+
 class MirroredMatrix(View):
     """A read-only view of a square matrix that mirrors one triangle at the diagonal."""
 

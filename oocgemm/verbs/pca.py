@@ -73,22 +73,28 @@ class PCAPlan:
     """How `pca` would compute components. `str` describes it.
 
     Attributes:
-        pass_plan: the plan of one pass over X.
+        pass_plan: the plan of one pass over X, or over the first of its slices.
+        rows: the number of rows of X.
         passes: how many times X is read at most, with the pass for its scores.
         statistics: whether X is also read once for statistics, unless they are cached.
         checks: how many times X is also read at most to check a product.
+        slices: the number of slices of the rows of X that several devices multiply; 1 for all of X.
+        devices: how many slices are multiplied at the same time.
     """
 
     pass_plan: Plan
+    rows: int
     passes: int
     statistics: bool
     checks: int = 0
+    slices: int = 1
+    devices: int = 1
 
     @property
     def bytes_read(self) -> int:
         """Bytes of X that are read in all passes at most, as they are stored before compression."""
         problem, reads = self.pass_plan.problem, self.passes + self.statistics + self.checks
-        return reads * problem.m * problem.k * problem.itemsizes["A"]
+        return reads * self.rows * problem.m * problem.itemsizes["A"]
 
     @property
     def summary(self) -> str:
@@ -97,8 +103,15 @@ class PCAPlan:
         more += [f", and {self.checks} times to check products"] if self.checks else []
         return f"X is read at most {self.passes} times{''.join(more)}: {format_size(self.bytes_read)} in all"
 
+    @property
+    def what(self) -> str:
+        """What `pass_plan` is the plan of, as text."""
+        if self.slices == 1:
+            return "A pass"
+        return f"A pass multiplies {self.slices} slices of X, {self.devices} at the same time. A slice"
+
     def __str__(self) -> str:
-        return f"{self.summary}. A pass:\n{self.pass_plan}"
+        return f"{self.summary}. {self.what}:\n{self.pass_plan}"
 
 
 @overload
@@ -160,9 +173,9 @@ def pca(
 
     int8, float16 and bfloat16 elements are multiplied as float32, int32 and int64 as float64; a transform may
     cast to float32 or float64. Without a code of missing elements, missing genotypes of a .bed file are
-    replaced by the means of their columns. Means and scales are per column. With `verify`, X is read once
-    more for each product, which is compared with random combinations of its columns
-    (`oocgemm.integrity.freivalds`).
+    replaced by the means of their columns. Means and scales are per column. With `devices`, the rows of X are
+    cut into slices, which the devices multiply. With `verify`, X is read once more for each product, which is
+    compared with random combinations of its columns (`oocgemm.integrity.freivalds`).
 
     Args:
         x: a real two-dimensional operand as for `gemm`, n samples x d features. It may be larger than memory.
@@ -283,7 +296,9 @@ def plan_pca(
 def _planned(passes: Passes, iterations: int, *, scores: bool, verify: bool) -> PCAPlan:
     statistics = passes.transform.needs_stats and passes.reads_first
     checks = iterations if verify else 0  # the product for the scores has checksums
-    return PCAPlan(passes.plan(), iterations + scores, statistics, checks)
+    plan, rows = passes.plan(), passes.matrix.shape[0]
+    of_slices = len(passes.slices), passes.sessions
+    return PCAPlan(plan, rows, iterations + scores, statistics, checks, *of_slices)
 
 
 def _opened(
@@ -337,7 +352,7 @@ def _identity(passes: Passes, k: int, iterations: int, tol: float, seed: int) ->
         "tol": float(tol),
         "seed": int(seed),
         "backend": passes.backend,
-    }
+    } | ({"devices": len(passes.slices)} if len(passes.slices) > 1 else {})
 
 
 def _result(passes: Passes, state: PcaState, k: int, tol: float) -> PCA:
