@@ -3,14 +3,15 @@
 
 usage: scripts/kinds.py [--count]
 
-Such a place is an `isinstance` or a class pattern of `match` that names a class of arrays, sinks, covers or
-operands, a comparison of the name of one, or an attribute that says which element steps a product has. Every
-place makes the next kind harder to add.
+Such a place is an `isinstance`, a class pattern of `match` or a comparison of types that names a class of
+arrays, sinks, covers, operands or layouts, a comparison of the name of one, or an attribute that says which
+element steps a product has. Every place makes the next kind harder to add.
 """
 
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
@@ -22,12 +23,20 @@ NAMED = {"cover", "sink", "b"}
 # Files of kinds: each may know itself. `jobs/operands.py` and `jobs/verify.py` are the factories of sinks,
 # and `planning/search/`, `planning/problem.py` and `planning/plan.py` those of products.
 OWN = (
-    *("stores/", "planning/problem.py", "planning/sinks.py", "planning/cover.py", "integrity/samples.py"),
+    *(
+        "stores/",
+        "planning/problem.py",
+        "planning/layout.py",
+        "planning/sinks.py",
+        "planning/cover.py",
+        "integrity/samples.py",
+    ),
     *("backends/host/finish.py", "backends/cuda/finisher.py", "backends/cuda/session.py"),
-    *("kernels/launches.py", "kernels/launches.py", "jobs/operands.py", "jobs/verify.py"),
+    *("kernels/launches.py", "jobs/operands.py", "jobs/verify.py"),
 )
 
 
+@cache
 def kinds() -> set[str]:
     """Return the names of the classes of arrays, sinks, covers and operands, but for protocols and bases."""
     found = set[str]()
@@ -35,7 +44,24 @@ def kinds() -> set[str]:
         found |= {each for each in _classes(path) if each.endswith(("Matrix", "Store"))}
     for name in ("sinks", "cover"):
         found |= set(_classes(PACKAGE / "planning" / f"{name}.py"))
-    return (found | {"Same", "Updated"}) - {"Matrix", "Store", "Sink", "Cover"}
+    for base in ("Layout", "Route", "Operand", "ElementStep"):
+        found |= _extensions(base)
+    return found - {"Matrix", "Store", "Sink", "Cover", "Alike"}
+
+
+def _extensions(base: str) -> set[str]:
+    """Return the names of the classes in planning that extend a class, directly or not."""
+    bases = {
+        node.name: {each.id for each in node.bases if isinstance(each, ast.Name)}
+        for path in (PACKAGE / "planning").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    found, before = {base}, set[str]()
+    while found != before:
+        before = found
+        found = found | {name for name, above in bases.items() if above & found}
+    return found - {base}
 
 
 def _classes(path: Path) -> Iterator[str]:
@@ -58,9 +84,11 @@ def places() -> Iterator[tuple[str, int, str]]:
 
 def _tests_kind(node: ast.AST, classes: set[str]) -> bool:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-        return any(isinstance(x, ast.Name) and x.id in classes for x in ast.walk(node.args[1]))
+        return _names(node.args[1], classes)
     if isinstance(node, ast.MatchClass):
-        return isinstance(node.cls, ast.Name) and node.cls.id in classes
+        return _names(node.cls, classes)
+    if isinstance(node, ast.Compare) and any(map(_is_type, (node.left, *node.comparators))):
+        return _names(node, classes)
     if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name":
         owner = node.left.value
         return isinstance(owner, ast.Attribute) and owner.attr in NAMED
@@ -69,6 +97,16 @@ def _tests_kind(node: ast.AST, classes: set[str]) -> bool:
         named = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
         return named.endswith(("problem", "product")) or named == "b"  # variables that hold a product
     return False
+
+
+def _names(node: ast.AST, classes: set[str]) -> bool:
+    """Return whether an expression names one of the classes, as a name or as an attribute of a module."""
+    found = (x.id if isinstance(x, ast.Name) else getattr(x, "attr", "") for x in ast.walk(node))
+    return any(name in classes for name in found)
+
+
+def _is_type(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type"
 
 
 def main() -> int:
