@@ -21,7 +21,7 @@ import zarr
 import oocgemm
 from oocgemm import ExecutionError, InputError
 from oocgemm.jobs import journal
-from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, read
+from oocgemm.jobs.journal import FORMAT, JOURNAL, LOCK, Journal, read
 from oocgemm.jobs.resume import Committer, resume_hint
 from oocgemm.planning import TileGrid, TileShape
 from oocgemm.stores.capabilities import fingerprint_of, sync_path
@@ -29,6 +29,7 @@ from tests.support.faults import nothing_left
 from tests.support.suite import slow
 
 ME = f"process {os.getpid()} on {socket.gethostname()}\n"
+HEADER = b'{"run":{"format":%d}}' % FORMAT
 A = np.arange(64.0).reshape(8, 8)
 
 
@@ -109,7 +110,7 @@ def test_changes_made_before_locking_are_detected(tmp_path: Path, monkeypatch: p
     def late(folder: Path) -> int:
         descriptor = right(folder)
         monkeypatch.setattr(journal, "_lock", right)
-        (folder / JOURNAL).write_bytes(lines(b'{"run":{"format":2}}'))
+        (folder / JOURNAL).write_bytes(lines(HEADER))
         return descriptor
 
     monkeypatch.setattr(journal, "_lock", late)
@@ -121,15 +122,15 @@ def test_changes_made_before_locking_are_detected(tmp_path: Path, monkeypatch: p
     ("content", "said"),
     [
         (b"", "damaged in line 1"),
-        (lines(b'{"run":{"format":2}}', b"[1]", b'{"done":[0,0]}'), "damaged in line 2"),
+        (lines(HEADER, b"[1]", b'{"done":[0,0]}'), "damaged in line 2"),
         (
             lines(b'{"run":{"format":7,"version":"7.0"}}'),
-            "has format 7, this version reads format 2: .* oocgemm 7.0",
+            f"has format 7, this version reads format {FORMAT}: .* oocgemm 7.0",
         ),
         (None, "cannot read the journal .*Is a directory"),
         *slow(
             (b"00000000 {}\n", "damaged in line 1"),
-            (lines(b'{"run":{"format":2}}', b"[]", b'{"done":[0,0]}'), "damaged in line 2"),
+            (lines(HEADER, b"[]", b'{"done":[0,0]}'), "damaged in line 2"),
             (b"torn", "damaged in line 1"),
             (lines(b"[1]"), "damaged in line 1"),
             (lines(b"{no json"), "damaged in line 1"),
