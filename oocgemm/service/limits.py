@@ -23,7 +23,6 @@ from pathlib import Path
 from oocgemm.errors import BackendError, InputError, OocGemmError
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.service.backfill import Limits
-from oocgemm.system.resources import memory_limit
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES = {"ro": False, "rw": True}
@@ -326,6 +325,9 @@ def limits(
     Raises:
         InputError: a limit exceeds what the machine has.
     """
+    # This imports NumPy, too.
+    from oocgemm.system.resources import memory_limit
+
     installed = memory_limit()
     host = installed // 2 if host_memory is None else _at_most("host", host_memory, installed, "the machine")
     memory = {each.number: each.memory * 9 // 10 for each in devices}

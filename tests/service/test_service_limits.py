@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from oocgemm.errors import BackendError, InputError
-from oocgemm.service import limits as limiting
 from oocgemm.service.backfill import Limits
 from oocgemm.service.limits import DeviceInfo, Root, find_devices, free_space, limits
 from tests.support.backends_here import CUDA, REAL_BACKENDS
@@ -19,7 +18,7 @@ HOST = [DeviceInfo(0, "8 cores", 0)]
 
 @pytest.fixture(autouse=True)
 def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiting, "memory_limit", lambda: 64 << 30)
+    monkeypatch.setattr("oocgemm.system.resources.memory_limit", lambda: 64 << 30)
 
 
 def test_limits_default_to_shares_of_the_machine(tmp_path: Path) -> None:
