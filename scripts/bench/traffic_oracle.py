@@ -27,8 +27,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class Case:

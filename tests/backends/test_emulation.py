@@ -8,8 +8,10 @@ import pytest
 from oocgemm.backends.host.residues import measure_rows, multiply, prepare, split, views, workspace_bytes
 from oocgemm.planning.emulation import MODULI_COUNTS, UNITS, residues
 from tests.support.emulated import DTYPES, prepared, product, room_bytes
+from tests.support.suite import each_value
 
 
+@each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(1, 1, 16), (7, 33, 17), (300, 5, 100), (3, 300, 1040), (257, 258, 64), (0, 3, 20), (3, 0, 20)]
@@ -108,6 +110,7 @@ def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
     assert not split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
 
 
+@each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("operand", [0, 1])

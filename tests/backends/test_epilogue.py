@@ -138,6 +138,7 @@ def test_chains_of_gram_matrices_are_exact(engine: Engine, uplo: str) -> None:
         np.testing.assert_array_equal(kept(found), kept(right))
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_correlations_and_kernels_are_those_of_numpy(engine: Engine, dtype: str) -> None:
@@ -358,6 +359,7 @@ def chain_problem(accumulated: str, steps: tuple[Step, ...], reduction: str = ""
     )
 
 
+@each_value
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

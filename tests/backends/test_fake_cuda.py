@@ -20,6 +20,7 @@ from oocgemm.errors import ExecutionError
 from tests.support.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda, libraries
 from tests.support.fake_cuda.memory import Block
 from tests.support.problems import integers
+from tests.support.suite import each_value
 from tests.support.summing import summed  # noqa: F401  imports what the kernels of checksums need
 
 rng = np.random.default_rng(0)
@@ -47,6 +48,7 @@ def nothing() -> None:
     pass
 
 
+@each_value
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dtype", ["float16", "complex64"])
 @pytest.mark.parametrize("threads", [False, True])

@@ -19,6 +19,7 @@ from oocgemm.backends.host.finish import finish
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE, MIN_FINISH_PIECE
 from tests.support.problems import Array
+from tests.support.suite import each_value
 
 COUNT = 2 * FINISH_PIECE + 77
 SHAPES = [(COUNT, 1), (1, COUNT), (COUNT // 3, 3)]
@@ -41,6 +42,7 @@ def strips(shape: tuple[int, int], sums: str, c_dtype: str) -> tuple[Array, Arra
     return held, rng.integers(-100, 100, shape).astype(numpy_dtype(c_dtype))
 
 
+@each_value
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("sums", "c_dtype"), [(acc, c) for acc, found in RESULTS.items() for c in found])
 @pytest.mark.parametrize("beta", [0, 3, -0.7])

@@ -294,6 +294,7 @@ def test_the_bounds_are_those_of_the_numbers() -> None:
     assert MAX_FLOAT64_DEPTH * largest < EXACT_LIMIT <= (MAX_FLOAT64_DEPTH + 1) * largest
 
 
+@each_value
 @pytest.mark.parametrize("gib", [1, 16, 120])
 @pytest.mark.parametrize("backend", ["cuda", "host"])
 def test_genotypes_of_many_samples_are_planned_within_memory(gib: int, backend: str) -> None:

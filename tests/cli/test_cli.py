@@ -16,6 +16,7 @@ from oocgemm.planning.search import planner
 from tests.support.cli_arrays import A, B, C, Y, Z, folder_of_arrays, stored
 from tests.support.command import Finished, command, contents, run
 from tests.support.problems import Array
+from tests.support.suite import each_value
 
 
 @pytest.fixture
@@ -235,6 +236,7 @@ def test_exit_codes_tell_usage_budget_and_failure_apart() -> None:
     assert [EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED] == [1, 2, 3, 130]
 
 
+@each_value
 @pytest.mark.parametrize("options", ["", "--tile 4x5x3", "--chunks 4x5 --compressor zstd"])
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_the_budget_that_an_error_names_suffices(here: Path, tier: str, options: str) -> None:

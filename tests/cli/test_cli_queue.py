@@ -19,6 +19,7 @@ from oocgemm.service import transport
 from tests.support import TOP
 from tests.support.command import command
 from tests.support.stub_service import Stub, stub_service
+from tests.support.suite import each_value
 
 
 @pytest.fixture
@@ -86,6 +87,7 @@ def test_a_path_beneath_no_root_is_an_error(stub: Stub) -> None:
     assert not stub.jobs
 
 
+@each_value
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("failed", 3), ("cancelled", 1)])
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_submit_waits_and_has_the_code_of_the_job(stub: Stub, state: str, code: int, form: list[str]) -> None:

@@ -13,6 +13,7 @@ from oocgemm.service import transport
 from oocgemm.system.text import plain
 from tests.support.command import command
 from tests.support.stub_service import Stub, stub_service
+from tests.support.suite import each_value
 
 CONTROLS = [
     *map(chr, range(32)),
@@ -49,6 +50,7 @@ def test_a_plain_text_has_no_control_character(control: str) -> None:
     assert plain("naïve 数据 × 1.5 µs […]") == "naïve 数据 × 1.5 µs […]"
 
 
+@each_value
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize(
     "words",

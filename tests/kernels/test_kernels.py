@@ -28,7 +28,7 @@ from oocgemm.planning.emulation import MODULI_COUNTS
 from tests.support.gemm_cases import OP_PAIRS
 from tests.support.nvrtc import Nvrtc, instructions, resources
 from tests.support.problems import applied, integers, stored
-from tests.support.suite import thinned
+from tests.support.suite import each_value, thinned
 
 REAL_PAIRS = [(op_a, op_b) for op_a in (Op.N, Op.T) for op_b in (Op.N, Op.T)]
 ENTRIES = [
@@ -264,6 +264,7 @@ def test_kernels_say_what_they_cannot_do() -> None:
         ladder.choose("single_block", call(largest, 1, 1, "complex128"))
 
 
+@each_value
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 @pytest.mark.parametrize(
     ("rung", "dtype", "compute"),

@@ -13,6 +13,7 @@ from oocgemm.planning import Op
 from tests.kernels.test_kernels import call
 from tests.support.gemm_cases import Array, Case, integer_case, triple_loop
 from tests.support.native import launcher
+from tests.support.suite import each_value
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -63,6 +64,7 @@ def test_a_rung_is_exact_on_the_processor(kernel: Kernel, params: Params) -> Non
         )
 
 
+@each_value
 @pytest.mark.parametrize("skipped", [0, 1, 4])
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 def test_finish_takes_all_elements_at_any_address(skipped: int, beta: float) -> None:

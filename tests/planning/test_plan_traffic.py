@@ -20,7 +20,7 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.bound import min_bytes
 from oocgemm.planning.schedule.traversal import walk
 from tests.support.plan_cases import GIB, MIB, problem
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 
 bench_traffic: Any = importlib.import_module("bench_traffic")
 traffic_oracle: Any = importlib.import_module("traffic_oracle")
@@ -97,6 +97,7 @@ def test_traffic_is_near_the_minimum_that_a_search_finds(m: int, n: int, k: int,
     assert moved <= 1.02 * bench_traffic.oracle(plan, link, moved)[0]
 
 
+@each_value
 @pytest.mark.parametrize(
     ("extent", "beta", "device", "host"),
     [(4096, 1, 3 * GIB, 8 * GIB), (10_007, 0, 3 * GIB, 8 * GIB), (16_384, 0, 8 * GIB, 64 * GIB)],

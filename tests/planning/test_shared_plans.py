@@ -24,7 +24,7 @@ from oocgemm.planning.search import planner, shared
 from oocgemm.planning.setting import Setting
 from tests.support.plan_cases import STORED
 from tests.support.products import product_of
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 
 GIB = 1 << 30
 # An H100 has 80 GB. Per GPU there are 16 cores and 120 GiB of host memory, of which runs use half.
@@ -67,6 +67,7 @@ def test_predictions_for_several_gpus_agree_with_simulated_schedules(n: int, gpu
     assert plan.prediction.total == pytest.approx(simulate(plan.schedule(), plan.setting), rel=error)
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(("gpus", "least"), [(2, 1.9), (4, 3.7), (8, 7.0)])
 def test_a_large_product_scales_with_the_number_of_gpus(gpus: int, least: float, dtype: str) -> None:

@@ -24,7 +24,7 @@ from oocgemm.planning.schedule.operation import Kind
 from oocgemm.planning.schedule.shared import SharedSchedule
 from tests.support.products import product_of
 from tests.support.schedule_check import verify
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 PLAIN = InMemory(itemsize=4, zero_copy_width=8192)
 LAYOUTS = Layouts(PLAIN, PLAIN, InMemory())
@@ -108,6 +108,7 @@ def test_every_schedule_finds_what_it_needs(data: st.DataObject) -> None:
             assert cols == sorted(cols), "sums are added in ascending order of columns"
 
 
+@each_value
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", SINKS)
 @pytest.mark.parametrize("backend", ["cuda", "host"])

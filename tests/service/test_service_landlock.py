@@ -188,7 +188,7 @@ def test_rights_of_an_older_kernel_confine_a_process_too(base: Path, version: in
 @needs_landlock
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", ["dir/file", "file"])
-@pytest.mark.parametrize("wins", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wins", [50, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_links_that_replace_a_checked_path_do_not_lead_out(base: Path, path: str, wins: int) -> None:
     """Another process exchanges a folder or a file and a link to secrets as fast as it can."""
     name = path.partition("/")[0]
@@ -196,7 +196,7 @@ def test_links_that_replace_a_checked_path_do_not_lead_out(base: Path, path: str
     with swapping(base / "data" / name, base / "data/away"):
         found = confined([base / "data"], [], race, str(base / "data"), path, wins)
         assert (found["blocked"], found["escaped"]) == (wins, 0)
-        # Without Landlock, as many reads lead out.
-        free = confined(None, None, race, str(base / "data"), path, 200)
-        assert (free["blocked"], free["escaped"]) == (0, 200)
+        # Without Landlock, each of 50 reads leads out.
+        free = confined(None, None, race, str(base / "data"), path, 50)
+        assert (free["blocked"], free["escaped"]) == (0, 50)
     print(path, found)

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from oocgemm.stores.codecs import BITS, BYTES, Codec, Frame, FrameStream
 
 Array = NDArray[Any]
-# Names of numcodecs' shuffles: none, by bytes, by bits.
-SHUFFLES = 0, 1, 2
 
 
 @dataclass(frozen=True)
