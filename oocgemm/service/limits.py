@@ -96,7 +96,7 @@ class Root:
 
 
 def allowed_folders(roots: Iterable[Root]) -> dict[str, list[str]]:
-    """Return the folders that a job may read, and those that it may also write, as an order states them."""
+    """Return the folders that a job may only read ("read"), and those that it may also write ("write")."""
     found: dict[str, list[str]] = {"read": [], "write": []}
     for root in roots:
         found["write" if root.writable else "read"].append(str(root.folder))

@@ -267,7 +267,7 @@ def _place(counted: Result, request: Request) -> Any:
 def _standardizing(found: Stats, method: str, chosen: Array) -> tuple[dict[str, Any], float, Array]:
     """Return how genotypes are transformed, what the product is divided by, and which variants are used.
 
-    Those that are not `chosen` are not.
+    Variants outside of `chosen` are not used.
 
     Raises:
         InputError: all variants are left out.

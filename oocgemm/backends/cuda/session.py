@@ -131,9 +131,10 @@ class CudaSession:
         self._warm, self._closed, self._loading = take(device), False, Loading()
         self._host: HostMemory = HostMemory(self._device, beside[0]._host if beside else None)
         self.host_arena: Array | None = None
-        # How many steps used each number of moduli; 0 counts the steps that were not emulated. How many
-        # residues of each panel (one per modulus) a slot for residues contains.
-        self._steps, self._moduli = Counter[int](), dict[Slot, int]()
+        # The number of steps for each number of moduli. Steps that were not emulated count for 0 moduli.
+        self._steps = Counter[int]()
+        # For each slot for residues, the number of moduli. It has the residues of a panel for each modulus.
+        self._moduli = dict[Slot, int]()
         self._finisher: AnyFinisher | None = None
         self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None

@@ -337,9 +337,9 @@ class Streams:
         return ClockState(self.base, times, list(self.busy.values()), unused)
 
     def advance(self, before: ClockState, now: ClockState, count: int, *, together: bool = False) -> None:
-        """Skip `count` repetitions in which everything grows as it did from `before` to `now`.
+        """Skip `count` repetitions: in each, all times change as much as they did from `before` to `now`.
 
-        With `together`, no time grows faster than that of the compute stream.
+        With `together`, times that grew faster than that of the compute stream grow as fast as it.
         """
         changes = [count * (y - x) for x, y in zip(before.times, now.times, strict=True)]
         changes = [min(0.0, change) for change in changes] if together else changes

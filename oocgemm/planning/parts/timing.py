@@ -73,7 +73,7 @@ def _stages(prices: PartPrices, size: PartSize, workers: int) -> tuple[float, fl
 
 
 def _speed(prices: PartPrices, size: PartSize, count: int, workers: int) -> tuple[float, float]:
-    """Return the times of the stages of a part with `count` busy workers, relative to `workers` of them."""
+    """Divide the times of the two stages of a part with `count` busy workers by those with `workers`."""
     few, all_ = _stages(prices, size, max(1, count)), _stages(prices, size, workers)
     return few[0] / all_[0] if all_[0] else 1.0, few[1] / all_[1] if all_[1] else 1.0
 

@@ -54,8 +54,9 @@ ALIKE = 0.04
 HOPELESS = 1.3
 # This part of the time that a run would take if nothing overlapped is added to estimates.
 SERIAL = 0.05
-# Target bytes of a strip of C, and maximum number of steps that run strip by strip, as `slot_counts` chooses
-# them; Reads, Uploads and Multiplies per step; and the part of the host budget that caches panels.
+# Target bytes of a strip of C. Maximum number of strips of a tile if device and host share one memory, and
+# otherwise. Maximum number of steps that run strip by strip. Reads, Uploads and Multiplies per step. Share of
+# the host budget that caches panels.
 STRIP_BYTES, STRIPS, STAGED_STRIPS, MAX_DRAIN, PER_STEP, CACHING = 32 << 20, 3, 10, 16, 3.5, 0.97
 # If A, B and C are multiplied in place, one product takes about CALL_SECONDS seconds, and has at least
 # MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
