@@ -14,6 +14,7 @@ from tests.support.backends_here import needs_gpu, running_on
 from tests.support.command import command
 from tests.support.fake_cuda import fake_cuda
 from tests.support.problems import Array, integers
+from tests.support.suite import each_value
 from tests.support.summing import summed  # noqa: F401  imports what the kernels of checksums need
 
 RNG = np.random.default_rng(7)
@@ -28,6 +29,7 @@ def triangle(full: Array, uplo: str) -> Array:
     return np.tril(full) if uplo == "lower" else np.triu(full)
 
 
+@each_value
 @pytest.mark.parametrize("uplo", ["lower", "upper", "full"])
 @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int8"])
 @pytest.mark.parametrize("engine", ENGINES)
@@ -46,6 +48,7 @@ def test_a_triangle_is_exact_on_several_sessions(engine: str, dtype: str, uplo: 
                 assert {span.device for span in found.timeline.spans} == {0, 1, 2}
 
 
+@each_value
 @pytest.mark.parametrize("uplo", ["lower", "upper", "full"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_beta_applies_to_the_triangle_that_is_read(engine: str, uplo: str, tmp_path: Path) -> None:
@@ -95,6 +98,7 @@ VERBS: dict[str, Verb] = {
 }
 
 
+@each_value
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_verb_has_the_bits_of_one_device(engine: str, verb: str) -> None:
