@@ -74,3 +74,19 @@ def test_a_gpu_that_fails_is_named_and_the_run_is_resumed_without_it(devices: st
     resumed = product(tmp_path, "0", tmp_path / "C", resume=True)
     assert resumed.plan.done, "finished tiles are kept"
     np.testing.assert_array_equal(np.asarray(resumed), right)
+
+
+@pytest.mark.parametrize("devices", SEVERAL)
+def test_several_gpus_select_reduce_and_iterate_with_the_bits_of_one(devices: str) -> None:
+    x = RNG.standard_normal((N, 300)).astype("float32")
+    given: dict[str, Any] = {"backend": "cuda", "device_memory": "400MiB", "host_memory": "2GiB"}
+    for tile, call in (
+        ("256x256x128", lambda **how: oocgemm.similarity(x, topk=9, **how).indices),
+        ("256x256x128", lambda **how: oocgemm.similarity(x, threshold=0.2, **how).indices),
+        ("256x512x128", lambda **how: oocgemm.reduce(x, to=oocgemm.Reduce("sum"), **how)),
+        ("256x512x128", lambda **how: oocgemm.kernel_matmul(x, x[:, :2], gamma=0.01, **how)),
+    ):
+        one, several = (call(tile=tile, devices=which, **given) for which in ("0", devices))
+        np.testing.assert_array_equal(several, one)
+    two, several = (oocgemm.pca(x, 3, devices=which, tol=0.5, **given) for which in ("0,0", devices))
+    np.testing.assert_array_equal(several.components, two.components)
