@@ -40,7 +40,7 @@ from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import dtype_name, named_dtype
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix, chain_of
-from oocgemm.stores.view import ConstantRows, RowsMatrix, SlicedMatrix
+from oocgemm.stores.view import ConstantRows, KeptMatrix, RowsMatrix, SlicedMatrix
 
 # The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
 # product, and C shall not be rounded to it.
@@ -359,8 +359,9 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
     x, trans = opened("X", request), op_of("trans_a", request.a.op)
+    change = request.a.transform
     if request.a.standardize:
-        x = standardized(x, request.a.standardize, int(trans.swaps), request.a.kept)
+        x, change = _standardized(x, request, trans), None
     if request.a.known is not None:
         known = request.a.known
         # Tensor cores multiply int8 fastest, and CPUs float32, in which such sums are exact.
@@ -368,10 +369,10 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
         dtype = "int8" if narrow else str(request.out_dtype)
         x = KnownMatrix(x, int(not trans.swaps), known.code, known.used, dtype)
     if x.dtype.kind != "c":
-        x, trans = by_rows(x, request.a.transform, trans, left=True)
+        x, trans = by_rows(x, change, trans, left=True)
         other = Op.N if trans.swaps else Op.T
     else:
-        x = transformed(x, request.a.transform, trans, left=True)
+        x = transformed(x, change, trans, left=True)
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
     scalars = request.alpha, request.beta
     problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
@@ -381,6 +382,13 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
         check_mirrored(request.epilogue)
     problem, x, _ = centered(problem, x, x, request)
     return x, x, _checked(request, problem, checksum_tier(backend, problem))
+
+
+def _standardized(x: Matrix, request: Request, op: Op) -> Matrix:
+    """Return X with its rows, or columns with an `op` that transposes, transformed and standardized."""
+    axis, kept = int(op.swaps), request.a.kept
+    x = x if kept is None else KeptMatrix(x, axis, kept)
+    return standardized(transformed(x, request.a.transform, op, left=True), request.a.standardize, axis)
 
 
 def _open_selection(
@@ -423,16 +431,22 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     if same and selection is not None and selection.topk:
         rows = a.shape[int(trans.swaps)] if request.a.kept is None else len(request.a.kept)
         _check_topk(name, selection, rows)
+    change = request.a.transform
     if request.a.standardize:
-        a = standardized(a, request.a.standardize, int(trans.swaps), request.a.kept)
-    a, trans = by_rows(a, None, trans, left=True)
+        a, change = _standardized(a, request, trans), None
+    a, trans = by_rows(a, change, trans, left=True)
     if same:
         b, other = a, Op.N if trans.swaps else Op.T
     else:
         other = op_of("trans_b", request.b.op)
-        b, other = by_rows(b, None, other, left=False)
+        b, other = by_rows(b, request.b.transform, other, left=False)
     score = _SCORES.get(a.dtype.name)
     problem = problem_of(a, b, 1, 0, trans, other, request.compute, score)
+    if problem.is_corrected:
+        raise InputError(
+            f"cast = 'int8' with centers corrects a C that is stored, and this one is not: pass another cast "
+            f"for {name}, such as cast='float32'"
+        )
     problem = with_epilogue(problem, request.epilogue, casts=False)
     if problem.sink.merges or any(isinstance(step, Cast) for step in request.epilogue):
         raise InputError("Add, Divide and Cast need a C that is stored: drop them")

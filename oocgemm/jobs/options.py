@@ -497,7 +497,19 @@ class SelectionOptions(
 
 
 class DenseOptions(SelectionOptions, _Storage, _Durability, total=False):
-    """Options of `oocgemm.corr`, `cov` and `grm`. `oocgemm.gemm` describes each."""
+    """Options of `oocgemm.grm`. `oocgemm.gemm` describes each."""
+
+
+class CorrelationOptions(_Transform, DenseOptions, total=False):
+    """Options of `oocgemm.corr` and `cov`. `oocgemm.gemm` describes each."""
+
+
+class SimilarityOptions(_Transform, SelectionOptions, total=False):
+    """Options of `oocgemm.similarity` and `ld_scores`. `oocgemm.gemm` describes each."""
+
+
+class PairOptions(_Transforms, SelectionOptions, total=False):
+    """Options of `oocgemm.reduce` and `kernel_matmul`. `oocgemm.gemm` describes each."""
 
 
 class PcaOptions(_Engine, _Memory, _Access, _Devices, _Device, _Watch, total=False):
@@ -555,7 +567,7 @@ class GramArguments(_Uplo, _Axis, GramOptions, _DryRun, total=False):
     """All options of `oocgemm.gram`."""
 
 
-class SimilarityArguments(SelectionOptions, _DryRun, total=False):
+class SimilarityArguments(SimilarityOptions, _DryRun, total=False):
     """All options of `oocgemm.similarity`."""
 
     topk: Annotated[
@@ -595,7 +607,7 @@ class SimilarityArguments(SelectionOptions, _DryRun, total=False):
     ]
 
 
-class CorrArguments(_Axis, DenseOptions, _DryRun, total=False):
+class CorrArguments(_Axis, CorrelationOptions, _DryRun, total=False):
     """All options of `oocgemm.corr`."""
 
     topk: Annotated[
@@ -620,7 +632,7 @@ class CorrArguments(_Axis, DenseOptions, _DryRun, total=False):
     ]
 
 
-class CovArguments(_Axis, DenseOptions, _DryRun, total=False):
+class CovArguments(_Axis, CorrelationOptions, _DryRun, total=False):
     """All options of `oocgemm.cov`."""
 
     ddof: Annotated[
@@ -745,7 +757,7 @@ class PcaArguments(_Transform, PcaOptions, _DryRun, total=False):
     ]
 
 
-class KernelMatmulArguments(SelectionOptions, _DryRun, total=False):
+class KernelMatmulArguments(PairOptions, _DryRun, total=False):
     """All options of `oocgemm.kernel_matmul`."""
 
     gamma: Annotated[
@@ -754,11 +766,11 @@ class KernelMatmulArguments(SelectionOptions, _DryRun, total=False):
     ]
 
 
-class ReduceArguments(_Steps, _Transposes, SelectionOptions, _DryRun, total=False):
+class ReduceArguments(_Steps, _Transposes, PairOptions, _DryRun, total=False):
     """All options of `oocgemm.reduce`."""
 
 
-class LdScoresArguments(SelectionOptions, _DryRun, total=False):
+class LdScoresArguments(SimilarityOptions, _DryRun, total=False):
     """All options of `oocgemm.ld_scores`."""
 
     window: Annotated[
@@ -800,7 +812,7 @@ VERBS: Mapping[str, type] = {
 PLAN_OPTIONS, RUN_OPTIONS, OPTIONS = (
     frozenset(each.__annotations__) for each in (PlanOptions, RunOptions, Options)
 )
-SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__)
+SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__) | {"transform"}
 
 
 def options_of(verb: str | type) -> dict[str, Option]:

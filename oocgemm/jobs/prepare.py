@@ -270,7 +270,8 @@ def measured(
         free: returns the free device memory in bytes; None if it is unknown.
     """
     chain = chain_of(x)
-    if not (problem.b.shares and problem.depth and chain is not None and chain.is_measurable):
+    stored = problem.b.shares and problem.sink.stores_c
+    if not (stored and problem.depth and chain is not None and chain.is_measurable):
         return problem
     # An epilogue may need the norms of rows of X, which must be known before the product.
     known = problem.checked or any(step.derives for step in problem.epilogue)

@@ -100,7 +100,7 @@ HOLES = (
 
 # Why verbs lack an option, on any executor.
 NO_OPTION = {
-    "transform": "the verb takes no transform",
+    "transform": "the verb standardizes genotypes itself: pass missing and cast",
     "resume": "the result is kept in memory, and not resumed",
     "verify": "the verb has no checksums",
 }

@@ -35,7 +35,6 @@ from oocgemm.stores.transformed import (
     TransformedMatrix,
     chain_of,
 )
-from oocgemm.stores.view import KeptMatrix
 from oocgemm.system.resources import RECENT, available_memory
 
 # What the lines of each axis are called.
@@ -47,14 +46,13 @@ _LISTED = 5
 _LINES = ("rows", "columns")
 
 
-def standardized(matrix: Matrix, how: str, line_axis: int, kept: Array | None = None) -> Matrix:
+def standardized(matrix: Matrix, how: str, line_axis: int) -> Matrix:
     """Return an operand whose lines are standardized, which can be planned with but not read.
 
     Args:
         matrix: the operand.
         how: "center" to subtract the mean of each line; "scale" to also divide by the norm of the result.
         line_axis: the axis of the stored matrix that numbers the lines.
-        kept: the lines that the operand has; None for all.
 
     Raises:
         InputError: the operand is complex.
@@ -69,7 +67,6 @@ def standardized(matrix: Matrix, how: str, line_axis: int, kept: Array | None = 
             f"{matrix.name} has shape {matrix.shape}, so that its {_LINE[line_axis]}s have no elements, and "
             "no correlations: pass an X with at least 1 element in each"
         )
-    matrix = matrix if kept is None else KeptMatrix(matrix, line_axis, kept)
     return StandardizedMatrix(matrix, line_axis, scaled=how == "scale")
 
 
@@ -192,7 +189,10 @@ def imputed(matrix: Matrix, memory: int) -> Matrix:
 def opened(name: str, request: Request) -> Matrix:
     """Open A of a request, with its missing genotypes replaced if the request asks for that."""
     matrix = stores.open_matrix(name, request.a.given, decode=request.decode)
-    return imputed(matrix, memory_of(request)) if request.a.impute and request.decode else matrix
+    transform = request.a.transform
+    replaces = isinstance(transform, Transform) and transform.missing is not None
+    wanted = request.a.impute and request.decode and not replaces
+    return imputed(matrix, memory_of(request)) if wanted else matrix
 
 
 def how_to_replace(name: str = "") -> str:

@@ -518,9 +518,9 @@ class GemmProblem:
     def recorded(cls, data: Mapping[str, Any]) -> "GemmProblem":
         """Rebuild a problem from its `record`. Raises `KeyError`, `TypeError` or `ValueError` for other data.
 
-        Values are not checked.
+        Values are not checked. Logs of older versions do not name steps.
         """
-        steps_a, steps_b = parsed_steps(data["elements_a"]), parsed_steps(data["elements_b"])
+        steps_a, steps_b = (parsed_steps(data.get(name, "")) for name in ("elements_a", "elements_b"))
         a = Operand(data["a_dtype"], data["trans_a"], data["stored_a"], steps_a)
         given = data["b_dtype"], data["trans_b"], data["stored_b"], steps_b
         b = Operand(*given)

@@ -10,17 +10,18 @@ from oocgemm.jobs.operands import op_of
 from oocgemm.jobs.options import (
     CONSTANT,
     CorrArguments,
+    CorrelationOptions,
     CovArguments,
-    DenseOptions,
     Operand,
     Output,
+    SimilarityOptions,
     check_names,
     documented,
 )
 from oocgemm.jobs.request import Request, parse_gram
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients
-from oocgemm.jobs.transforming import memory_of, opened, varying_lines
+from oocgemm.jobs.transforming import memory_of, opened, readable, transformed, varying_lines
 from oocgemm.verbs.similarity import check_options, selected, selection_of
 
 
@@ -34,7 +35,7 @@ def corr(
     threshold: None = None,
     constant: str = "nan",
     dry_run: Literal[False] = False,
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CorrelationOptions],
 ) -> Result: ...
 @overload
 def corr(
@@ -44,7 +45,7 @@ def corr(
     topk: int,
     constant: str = "nan",
     dry_run: Literal[False] = False,
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CorrelationOptions],
 ) -> Neighbors: ...
 @overload
 def corr(
@@ -54,7 +55,7 @@ def corr(
     threshold: float,
     constant: str = "nan",
     dry_run: Literal[False] = False,
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CorrelationOptions],
 ) -> Pairs: ...
 @overload
 def corr(
@@ -66,9 +67,9 @@ def corr(
     threshold: float | None = None,
     constant: str = "nan",
     dry_run: Literal[True],
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CorrelationOptions],
 ) -> Plan: ...
-@documented(CorrArguments, DenseOptions)
+@documented(CorrArguments, CorrelationOptions)
 def corr(
     x: Operand,
     out: Output = None,
@@ -78,7 +79,7 @@ def corr(
     threshold: float | None = None,
     constant: str = "nan",
     dry_run: bool = False,
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CorrelationOptions],
 ) -> Result | Neighbors | Pairs | Plan:
     """Compute Pearson's correlation coefficients of the rows of X, as `numpy.corrcoef` does.
 
@@ -110,7 +111,7 @@ def corr(
     elif out is not None:
         raise InputError("the result of topk or threshold is kept in memory: drop out")
     else:
-        check_options("corr", options)
+        check_options("corr", options, SimilarityOptions)
         chosen = replace(selection_of(topk, threshold), absolute=threshold is not None, cosine=True)
         request = replace(_gram("corr", x, None, axis, {}, options), into=chosen)
     request = request.with_operands(standardize="scale", impute=True)
@@ -126,8 +127,9 @@ def with_constant(request: Request, constant: str) -> Request:
     """
     if constant == "drop":
         check_places(request, 0)  # how many rows are left is not known before
-        x, axis = opened("X", request), int(op_of("trans_a", request.a.op).swaps)
-        return request.with_operands(kept=varying_lines(x, axis, memory_of(request)))
+        op, memory = op_of("trans_a", request.a.op), memory_of(request)
+        x = readable(transformed(opened("X", request), request.a.transform, op, left=True), memory)
+        return request.with_operands(kept=varying_lines(x, int(op.swaps), memory))
     return request.with_operands(constant=constant)
 
 
@@ -139,7 +141,7 @@ def cov(
     axis: int = 0,
     ddof: int = 1,
     dry_run: Literal[False] = False,
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CorrelationOptions],
 ) -> Result: ...
 @overload
 def cov(
@@ -149,9 +151,9 @@ def cov(
     axis: int = 0,
     ddof: int = 1,
     dry_run: Literal[True],
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CorrelationOptions],
 ) -> Plan: ...
-@documented(CovArguments, DenseOptions)
+@documented(CovArguments, CorrelationOptions)
 def cov(
     x: Operand,
     out: Output = None,
@@ -159,7 +161,7 @@ def cov(
     axis: int = 0,
     ddof: int = 1,
     dry_run: bool = False,
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CorrelationOptions],
 ) -> Result | Plan:
     """Compute covariances of the rows of X, as `numpy.cov` does.
 
@@ -194,8 +196,8 @@ def cov(
 
 
 def _gram(
-    function: str, x: Operand, out: Output, axis: int, scalars: dict[str, Any], options: DenseOptions
+    function: str, x: Operand, out: Output, axis: int, scalars: dict[str, Any], options: CorrelationOptions
 ) -> Request:
-    check_names(function, options, DenseOptions)
+    check_names(function, options, CorrelationOptions)
     given: dict[str, Any] = dict(options)
     return parse_gram(x, out, axis, "full", given | scalars)  # type: ignore[arg-type]

@@ -3,13 +3,13 @@
 from typing import Any, Literal, Unpack, overload
 
 from oocgemm import stores
-from oocgemm.jobs.options import KernelMatmulArguments, Operand, SelectionOptions, documented
+from oocgemm.jobs.options import KernelMatmulArguments, Operand, PairOptions, documented
 from oocgemm.jobs.request import Destination
 from oocgemm.jobs.run import Plan
 from oocgemm.jobs.steps import Gaussian
 from oocgemm.planning import Op
 from oocgemm.stores import Array
-from oocgemm.verbs.reduce import product
+from oocgemm.verbs.reduce import product, transforms_of
 from oocgemm.verbs.similarity import check_options
 
 
@@ -21,7 +21,7 @@ def kernel_matmul(
     *,
     gamma: float,
     dry_run: Literal[False] = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[PairOptions],
 ) -> Array: ...
 @overload
 def kernel_matmul(
@@ -31,9 +31,9 @@ def kernel_matmul(
     *,
     gamma: float,
     dry_run: Literal[True],
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[PairOptions],
 ) -> Plan: ...
-@documented(KernelMatmulArguments, SelectionOptions)
+@documented(KernelMatmulArguments, PairOptions)
 def kernel_matmul(
     x: Operand,
     v: Any,
@@ -41,7 +41,7 @@ def kernel_matmul(
     *,
     gamma: float,
     dry_run: bool = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[PairOptions],
 ) -> Array | Plan:
     """Return K @ V for a Gaussian kernel matrix K, which is not stored.
 
@@ -70,9 +70,10 @@ def kernel_matmul(
     >>> oocgemm.kernel_matmul(x, np.ones(3), gamma=1.0, backend="host").round(6)
     array([1.386195, 1.735759, 1.386195])
     """
-    check_options("kernel_matmul", options)
+    check_options("kernel_matmul", options, PairOptions)
     same = y is None
     a, b = stores.located("X", x), stores.located("X" if y is None else "Y", x if y is None else y)
     given = {"a": a, "b": b, "c": Destination.parse(None), "trans_b": Op.T, **options}
+    given |= transforms_of(given, same=same)
     given["epilogue"] = (Gaussian(gamma),)
     return product(v, ("X", "X" if same else "Y"), given, same=same, dry_run=dry_run)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.options import LdScoresArguments, Operand, PathLike, SelectionOptions, documented
+from oocgemm.jobs.options import LdScoresArguments, Operand, PathLike, SimilarityOptions, documented
 from oocgemm.jobs.request import Reduction, parse_gram
 from oocgemm.jobs.run import Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients, Squared, Within
@@ -44,7 +44,7 @@ def ld_scores(
     adjusted: bool = True,
     constant: str = "raise",
     dry_run: Literal[False] = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[SimilarityOptions],
 ) -> LDScores: ...
 @overload
 def ld_scores(
@@ -55,9 +55,9 @@ def ld_scores(
     adjusted: bool = True,
     constant: str = "raise",
     dry_run: Literal[True],
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[SimilarityOptions],
 ) -> Plan: ...
-@documented(LdScoresArguments, SelectionOptions)
+@documented(LdScoresArguments, SimilarityOptions)
 def ld_scores(
     x: Operand,
     *,
@@ -66,7 +66,7 @@ def ld_scores(
     adjusted: bool = True,
     constant: str = "raise",
     dry_run: bool = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[SimilarityOptions],
 ) -> LDScores | Plan:
     """Sum the squared correlations of each variant with the variants near it, and with itself.
 
@@ -91,7 +91,7 @@ def ld_scores(
     >>> oocgemm.ld_scores(x, window=1, adjusted=False, backend="host").scores.round(4)
     array([1.7273, 1.9773, 1.25  ])
     """
-    check_options("ld_scores", options)
+    check_options("ld_scores", options, SimilarityOptions)
     if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 0:
         raise InputError(f"window = {window!r} is not a number of variants: pass one such as 1000")
     if constant not in ("raise", "drop"):

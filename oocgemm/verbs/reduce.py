@@ -8,7 +8,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.operands import op_of
-from oocgemm.jobs.options import Operand, ReduceArguments, SelectionOptions, Transpose, documented
+from oocgemm.jobs.options import Operand, PairOptions, ReduceArguments, Transpose, documented
 from oocgemm.jobs.request import Destination, Reduction, Request
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Epilogue, RankOne, Scale, steps_of
@@ -70,7 +70,7 @@ def reduce(
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     dry_run: Literal[False] = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[PairOptions],
 ) -> Neighbors: ...
 @overload
 def reduce(
@@ -82,7 +82,7 @@ def reduce(
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     dry_run: Literal[False] = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[PairOptions],
 ) -> Pairs: ...
 @overload
 def reduce(
@@ -94,7 +94,7 @@ def reduce(
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     dry_run: Literal[False] = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[PairOptions],
 ) -> Array: ...
 @overload
 def reduce(
@@ -106,9 +106,9 @@ def reduce(
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     dry_run: Literal[True],
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[PairOptions],
 ) -> Plan: ...
-@documented(ReduceArguments, SelectionOptions)
+@documented(ReduceArguments, PairOptions)
 def reduce(
     a: Operand,
     b: Operand | None = None,
@@ -118,7 +118,7 @@ def reduce(
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     dry_run: bool = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[PairOptions],
 ) -> Neighbors | Pairs | Array | Plan:
     """Compute something smaller from ``C = op(A) @ op(B)``, such as sums of its rows, without storing C.
 
@@ -144,12 +144,13 @@ def reduce(
     >>> oocgemm.reduce(x, to=oocgemm.Reduce("max"), epilogue=[oocgemm.Correlation()], backend="host")
     array([1., 1.])
     """
-    check_options("reduce", options)
+    check_options("reduce", options, PairOptions)
     given, names = dict[str, Any](options), ("A", "A" if b is None else "B")
     a, other = stores.located("A", a), stores.located(names[1], a if b is None else b)
     given |= {"a": a, "b": other, "c": Destination.parse(None), "epilogue": steps_of(epilogue)}
     given |= {"trans_a": trans_a, "trans_b": trans_b}
     same = b is None
+    given |= transforms_of(given, same=same)
     match to:
         case TopK() | Threshold():
             chosen = selection_of(to.k, None) if isinstance(to, TopK) else selection_of(None, to.least)
@@ -185,7 +186,9 @@ def product(
         a = stores.open_matrix(names[0], given["a"], decode=decode)
     else:
         a, _ = stores.open_pair((names[0], given["a"]), (names[1], given["b"]), decode=decode)
-    factor = _factor(v, names[0], dtype_name(a.dtype))
+    transform = given.get("transform_a")
+    known = a.dtype if transform is None else transform.result(names[0], a.dtype)
+    factor = _factor(v, names[0], dtype_name(known))
     reduction = Reduction(names, same, factor=factor.reshape(len(factor), -1))
 
     def shaped(result: Result) -> Array:
@@ -193,6 +196,14 @@ def product(
         return found if factor.ndim == 2 else found[:, 0]
 
     return outcome(Request.of(**given, into=reduction), shaped, dry_run=dry_run)
+
+
+def transforms_of(given: dict[str, Any], *, same: bool) -> dict[str, Any]:
+    """Return the transforms of A and B, which have one if they are the same. Raises `InputError`."""
+    first, second = given.get("transform_a"), given.get("transform_b")
+    if same and second is not None:
+        raise InputError("transform_b is the transform of B, and there is no B: pass transform_a alone")
+    return {"transform_a": first, "transform_b": first if same else second}
 
 
 def _transposed(given: dict[str, Any], *, same: bool) -> dict[str, Any]:
@@ -210,6 +221,8 @@ def _transposed(given: dict[str, Any], *, same: bool) -> dict[str, Any]:
         "b": given["a"],
         "trans_a": trans_a,
         "trans_b": trans_b,
+        "transform_a": given["transform_b"],
+        "transform_b": given["transform_a"],
         "epilogue": epilogue,
     }
 

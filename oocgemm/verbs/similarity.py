@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from math import isnan
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -13,10 +13,9 @@ from oocgemm.jobs import support
 from oocgemm.jobs.options import (
     METRICS,
     OPTIONS,
-    SELECTION_OPTIONS,
     Operand,
-    SelectionOptions,
     SimilarityArguments,
+    SimilarityOptions,
     check_names,
     documented,
 )
@@ -35,7 +34,7 @@ def similarity(
     metric: str = "cosine",
     exclude_self: bool = True,
     dry_run: Literal[False] = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[SimilarityOptions],
 ) -> Neighbors: ...
 @overload
 def similarity(
@@ -46,7 +45,7 @@ def similarity(
     metric: str = "cosine",
     exclude_self: bool = True,
     dry_run: Literal[False] = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[SimilarityOptions],
 ) -> Pairs: ...
 @overload
 def similarity(
@@ -57,9 +56,9 @@ def similarity(
     metric: str = "cosine",
     exclude_self: bool = True,
     dry_run: Literal[True],
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[SimilarityOptions],
 ) -> Plan: ...
-@documented(SimilarityArguments, SelectionOptions)
+@documented(SimilarityArguments, SimilarityOptions)
 def similarity(
     e: Operand,
     *,
@@ -68,7 +67,7 @@ def similarity(
     metric: str = "cosine",
     exclude_self: bool = True,
     dry_run: bool = False,
-    **options: Unpack[SelectionOptions],
+    **options: Unpack[SimilarityOptions],
 ) -> Neighbors | Pairs | Plan:
     """Find the rows of E that are most similar to each row of E. E E^T is computed, but not stored.
 
@@ -94,13 +93,16 @@ def similarity(
     >>> found.indices.tolist()
     [[1], [0], [1]]
     """
-    check_options("similarity", options)
+    check_options("similarity", options, SimilarityOptions)
     if metric not in METRICS:
         raise InputError(f"metric = {metric!r}: choose one of {', '.join(METRICS)}")
     chosen = selection_of(topk, threshold)
     chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
     e = stores.located("E", e)
-    request = Request.of(e, e, Destination.parse(None), into=chosen, **options).with_operands(impute=True)
+    given: dict[str, Any] = dict(options)
+    transform = given.pop("transform", None)
+    request = Request.of(e, e, Destination.parse(None), into=chosen, **given)
+    request = request.with_operands(impute=True, transform=transform)
     return outcome(request, selected, dry_run=dry_run)
 
 
@@ -118,12 +120,12 @@ def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None
     stores.warn_of_folders("the result", path)
 
 
-def check_options(function: str, options: Iterable[str]) -> None:
-    """Raise an error for options that a function does not take."""
+def check_options(function: str, options: Iterable[str], known: type) -> None:
+    """Raise an error for options that a function does not take. `known` is a class of those that it takes."""
     for name in options:
-        if name in OPTIONS - SELECTION_OPTIONS:
+        if name in OPTIONS - known.__annotations__.keys():
             raise support.refusal(support.ONE, "option of gemm", function=function, name=name)
-    check_names(function, options, SELECTION_OPTIONS)
+    check_names(function, options, known)
 
 
 def selection_of(topk: int | None, threshold: float | None) -> Selection:

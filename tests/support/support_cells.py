@@ -116,7 +116,9 @@ def run(cell: Cell, folder: Path) -> None:
     """Compute a combination with arrays in a folder. Raises `AssertionError` if its result is wrong."""
     with ExitStack() as stack:
         a, b = (_stored(cell, folder, name, array, stack) for name, array in (("a", A), ("b", B)))
-        expected = CALLS[cell.verb].expected(A - A.mean(axis=0) if cell.operand == "transformed" else A)
+        # Centers are per index along k: per row where columns are compared.
+        mean = A.mean(axis=1, keepdims=True) if cell.verb == "ld_scores" else A.mean(axis=0)
+        expected = CALLS[cell.verb].expected(A - mean if cell.operand == "transformed" else A)
         if cell.executor == "service":
             np.testing.assert_array_equal(_job(cell, folder, a, b), expected)
             return
@@ -139,7 +141,8 @@ def _call(cell: Cell, folder: Path, a: str, b: str, stack: ExitStack) -> Array:
     operands: list[Any] = [a, b] if cell.verb in ("gemm", "reduce") else [a]
     operands += verb.more
     if cell.operand == "transformed":
-        options["transform_a" if cell.verb == "gemm" else "transform"] = TRANSFORM
+        two = cell.verb in ("gemm", "reduce", "kernel_matmul")
+        options["transform_a" if two else "transform"] = TRANSFORM
     if verb.stores and (cell.mode == "resume" or cell.executor == "workers"):
         options["c" if cell.verb == "gemm" else "out"] = str(folder / "c.zarr")
     if verb.tiles:
