@@ -9,7 +9,7 @@ kernels/checks/check_sums.cu have the same generator, so that host and device ag
 - with the Upload or the Download of a strip of C, the checksums of the strip.
 
 The checksums are stored behind the data in the same device slots (layout: `oocgemm.planning.check_blocks`).
-This module does not import cupy: a `Device` launches the kernels.
+This module does not import cupy: a `ChecksumDevice` launches the kernels.
 """
 
 import ctypes
@@ -122,7 +122,7 @@ class Multiplied(ctypes.Structure):
     )
 
 
-class Device(Protocol):
+class ChecksumDevice(Protocol):
     """Launches kernels of check_sums.cu and copies device memory, both on the current stream.
 
     Device addresses are integers.
@@ -158,7 +158,7 @@ def check_options(dtype: str, accumulator: str, axis: int) -> tuple[str, ...]:
 class DeviceChecksums:
     """Computes the checksums of one run on a device. Implements `oocgemm.backends.base.Checksums`."""
 
-    def __init__(self, plan: Plan, address: Callable[[Region], int], device: Device) -> None:
+    def __init__(self, plan: Plan, address: Callable[[Region], int], device: ChecksumDevice) -> None:
         """Load the kernels.
 
         Args:
@@ -323,7 +323,11 @@ class DeviceStripSums:
     """
 
     def __init__(
-        self, plan: Plan, address: Callable[[Region], int], device: Device, allocate: Callable[[int], Any]
+        self,
+        plan: Plan,
+        address: Callable[[Region], int],
+        device: ChecksumDevice,
+        allocate: Callable[[int], Any],
     ) -> None:
         """Load the kernel.
 

@@ -154,7 +154,7 @@ class Welcome(Protocol):
         """Return what a worker has answered; None if it cannot take part."""
 
 
-class Result(Protocol):
+class SharedResult(Protocol):
     """Takes over what attempts have finished."""
 
     def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
@@ -185,7 +185,7 @@ class Coordinator:
         self,
         job: PreparedRun,
         sidecar: Path,
-        result: Result,
+        result: SharedResult,
         parts: tuple[Part, ...],
         crew: Crew,
         found: Mapping[str, WorkerFacts],

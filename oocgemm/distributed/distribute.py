@@ -17,7 +17,7 @@ from oocgemm import stores
 from oocgemm.backends import Backend
 from oocgemm.distributed.attempts import RedoFiles
 from oocgemm.distributed.coordinator import Coordinator
-from oocgemm.distributed.coordinator import Result as Taken
+from oocgemm.distributed.coordinator import SharedResult as Taken
 from oocgemm.distributed.crew import Cluster, Crew, OnExecutor, Task, Threads
 from oocgemm.distributed.slices import Compute, add_slices, partial_products, parts_again
 from oocgemm.distributed.states import States
@@ -41,7 +41,7 @@ from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun, prepare
-from oocgemm.jobs.request import Destination, Kind, Request
+from oocgemm.jobs.request import Destination, PlaceKind, Request
 from oocgemm.jobs.run import Plan as ReadyPlan
 from oocgemm.jobs.run import Result
 from oocgemm.jobs.steps import further, with_further
@@ -114,8 +114,8 @@ def _check_places(request: Request) -> None:
             raise support.refusal(support.WORKERS, "operand in memory", name=name, kind=kind)
         if "://" not in operand and not stores.exists(operand):
             raise NotFoundError(f"{name}: there is nothing at {operand}")
-    if request.stores_c and request.c.kind is not Kind.LOCAL:
-        where = "a remote store" if request.c.kind is Kind.REMOTE else "memory"
+    if request.stores_c and request.c.kind is not PlaceKind.LOCAL:
+        where = "a remote store" if request.c.kind is PlaceKind.REMOTE else "memory"
         raise support.refusal(support.WORKERS, "C elsewhere", where=where)
     if request.timeline is not None:
         check_log(request.timeline)

@@ -90,7 +90,7 @@ MIN_PIECE = 1 << 15
 
 
 @dataclass(frozen=True)
-class Operands:
+class CheckedProduct:
     """The matrices of the product to verify: op(A), op(B), C, and the old C (None if beta is 0)."""
 
     left: Oriented
@@ -103,10 +103,12 @@ class Operands:
         """m, n and k."""
         return *self.result.shape, self.left.shape[1]
 
-    def transposed(self) -> "Operands":
+    def transposed(self) -> "CheckedProduct":
         """Return the transposed product, C^T = op(B)^T op(A)^T, whose rows are the columns of C."""
         before = self.before.transposed() if self.before else None
-        return Operands(self.right.transposed(), self.left.transposed(), self.result.transposed(), before)
+        return CheckedProduct(
+            self.right.transposed(), self.left.transposed(), self.result.transposed(), before
+        )
 
     def all(self) -> list[Oriented]:
         """Return op(A), op(B), C and, unless beta is 0, the old C."""
@@ -132,7 +134,9 @@ class Blocks:
     piece: int
 
 
-def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: int | None = None) -> Blocks:
+def cut(
+    problem: GemmProblem, x: CheckedProduct, memory: int, threads: int, groups: int | None = None
+) -> Blocks:
     """Divide a check so that it takes at most `memory` bytes.
 
     `threads` and `groups` are maximum numbers.
@@ -205,7 +209,7 @@ _KNOWN, _NEW = 1, 2
 
 
 @dataclass
-class Found:
+class CheckResult:
     """The result of one check of C.
 
     Attributes:
@@ -223,14 +227,14 @@ class Found:
 class Check:
     """One check of the columns `cols` of C by Freivalds' algorithm, which finds the wrong rows.
 
-    To find the wrong columns instead, pass `Operands.transposed()`: C^T is then checked, and `cols` are rows
-    of C. `bound` chooses the error bound, one of `tolerance.BOUNDS`.
+    To find the wrong columns instead, pass `CheckedProduct.transposed()`: C^T is then checked, and `cols` are
+    rows of C. `bound` chooses the error bound, one of `tolerance.BOUNDS`.
     """
 
     def __init__(
         self,
         problem: GemmProblem,
-        x: Operands,
+        x: CheckedProduct,
         cols: Range,
         blocks: Blocks,
         passes: Passes,
@@ -253,21 +257,21 @@ class Check:
         tests = self._m * self._groups * VECTORS
         self._tolerance = SumTolerance(problem, bound, self._k, min(blocks.group, cols[1] - cols[0]), tests)
 
-    def run(self) -> Found:
+    def run(self) -> CheckResult:
         """Compare C with the product of the operands.
 
         If columns of op(B) have an Inf or NaN, the comparison is repeated without these columns.
         """
-        found = Found(np.zeros((self._m, self._groups), bool), 0.0, 0.0)
+        found = CheckResult(np.zeros((self._m, self._groups), bool), 0.0, 0.0)
         if self._m == 0 or self._cols[0] == self._cols[1]:
             return found
         with np.errstate(all="ignore"):
             while not self._attempt(found):
-                found = Found(np.zeros_like(found.wrong), 0.0, 0.0)
+                found = CheckResult(np.zeros_like(found.wrong), 0.0, 0.0)
                 self._excluded[self._excluded == _NEW] = _KNOWN
         return found
 
-    def _attempt(self, found: Found) -> bool:
+    def _attempt(self, found: CheckResult) -> bool:
         """Compare all rows of C with the product, and return True.
 
         If a column of op(B) that is not yet excluded has an Inf or NaN, mark it `_NEW` and return False. The
@@ -350,7 +354,7 @@ class Check:
 
         self._passes.each(self._x.left, rows.span, sums.span, act, columns=self._groups * VECTORS)
 
-    def _compare(self, rows: Rows, found: Found) -> None:
+    def _compare(self, rows: Rows, found: CheckResult) -> None:
         """Compare C y - beta C0 y with alpha op(A) op(B) y, for the rows in `rows` and all sign vectors y.
 
         Store in `found` which of these rows are wrong, and update its `excess` and `tolerance`.

@@ -39,8 +39,8 @@ With a reduced precision (tf32, bf16), the operands are rounded before the produ
 another summand. It is larger than for independent errors, because the error of an element of A affects its
 whole row of C.
 
-*Epilogues.* `Elements` bounds what a run may make of an element of the product. The product c of a row and a
-column, computed in float64, lies between c - e and c + e as the run computes it, for a bound e of the
+*Epilogues.* `RoundedElements` bounds what a run may make of an element of the product. The product c of a row
+and a column, computed in float64, lies between c - e and c + e as the run computes it, for a bound e of the
 rounding error. Each step of an epilogue is monotonic in c. So it maps the interval to the interval between
 the images of its ends. Intervals are widened by the rounding errors of the steps, which are computed in
 float64, and of the cast to the dtype in which elements are stored or compared.
@@ -341,7 +341,7 @@ BIAS = 4
 DISTANCE_ERROR = 1e-2
 
 
-class Elements:
+class RoundedElements:
     """What a run may make of elements of a product: of C if it is stored, else of what is selected."""
 
     def __init__(self, problem: GemmProblem, finishing: Finishing) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from oocgemm.backends.base import Array, Finishing
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.passes import Oriented, Passes, product, row_norms
-from oocgemm.integrity.rounding import Elements, Interval, contains, sum_error
+from oocgemm.integrity.rounding import Interval, RoundedElements, contains, sum_error
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.selection import NONE
 from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Selected, Sink
@@ -48,7 +48,7 @@ PAIR_BYTES = 256
 
 
 @dataclass(frozen=True)
-class Made:
+class SampledResult:
     """What a run made of a product.
 
     Attributes:
@@ -93,9 +93,9 @@ class Samples:
     elements: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def check(self, made: Made) -> None:
+    def check(self, made: SampledResult) -> None:
         """Compare samples of a result with the product of A and B. Raise `ExecutionError` if one differs."""
-        self._bounds = Elements(self.problem, self.finishing)
+        self._bounds = RoundedElements(self.problem, self.finishing)
         m, n = self.problem.m, self.problem.n
         of_line = 8 * (self.problem.depth + 8 * max(m, n))
         lines = max(1, min(LINES, self.memory // (2 * of_line)))
@@ -163,7 +163,7 @@ class Samples:
             found = self._bounds.bounds(sums[at, others], norms[at, others], *where, of_d)
             self._compare(values[others], found, *where)
 
-    def _check_rows(self, made: Made, rows: Sequence[int], sums: Array, norms: Array) -> None:
+    def _check_rows(self, made: SampledResult, rows: Sequence[int], sums: Array, norms: Array) -> None:
         """Check what was selected of some rows of C, or made of them by a reduction."""
         cols = np.arange(self.problem.n)
         for at, i in enumerate(rows):
@@ -181,7 +181,7 @@ class Samples:
             else:
                 self._check_reduced(made, i, kept, found)
 
-    def _check_pairs(self, made: Made, rng: np.random.Generator) -> None:
+    def _check_pairs(self, made: SampledResult, rng: np.random.Generator) -> None:
         """Check the scores of selected elements whose columns are in a range that fits into `WINDOW`."""
         n, depth, item = self.problem.n, self.problem.depth, self.right.matrix.dtype.itemsize
         width = max(1, min(n, min(WINDOW, self.memory // (2 * item)) // max(1, depth)))
@@ -219,7 +219,9 @@ class Samples:
         norm = np.sqrt(squares[0][rows]) * np.sqrt(squares[1][cols - left])
         self._compare(scores, self._bounds.bounds(sums, norm, rows, cols), rows, cols)
 
-    def _check_selected(self, made: Made, i: int, cols: Array, scores: Array, found: Interval) -> None:
+    def _check_selected(
+        self, made: SampledResult, i: int, cols: Array, scores: Array, found: Interval
+    ) -> None:
         """Check the selected elements of row i, and that none is missing. `found` bounds all of the row."""
         low, high = found
         if ((cols < 0) | (cols >= len(low))).any():
@@ -244,7 +246,7 @@ class Samples:
             what = f"element {int(missing.argmax())} is missing" if missing.any() else "their number is wrong"
             raise self._error(f"the elements that were selected of row {i} of C are wrong: {what}")
 
-    def _check_reduced(self, made: Made, i: int, value: Array, found: Interval) -> None:
+    def _check_reduced(self, made: SampledResult, i: int, value: Array, found: Interval) -> None:
         """Check what a reduction, or the product with V, made of row i, whose elements `found` bounds."""
         low, high = found
         with np.errstate(all="ignore"):
@@ -327,7 +329,9 @@ def read(x: Oriented, rows: Range, cols: Range, *, wide: bool = True) -> Array:
     return block.astype(np.float64) if wide else block
 
 
-def _pairs(made: Made, rng: np.random.Generator, window: Range, few: int) -> tuple[Array, Array, Array]:
+def _pairs(
+    made: SampledResult, rng: np.random.Generator, window: Range, few: int
+) -> tuple[Array, Array, Array]:
     """Choose selected elements in a range of columns. Return their rows, in order, columns and scores.
 
     If more than `few` were selected, one of each row is chosen. It is drawn `DRAWS` times at most until it is

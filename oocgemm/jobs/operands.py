@@ -37,10 +37,9 @@ from oocgemm.planning.problem import Updated, same
 from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
 from oocgemm.planning.units import counted
 from oocgemm.stores import Array, Matrix
-from oocgemm.stores.base import dtype_name, named_dtype
+from oocgemm.stores.base import ConstantRows, KeptMatrix, RowsMatrix, SlicedMatrix, dtype_name, named_dtype
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix, chain_of
-from oocgemm.stores.view import ConstantRows, KeptMatrix, RowsMatrix, SlicedMatrix
 
 # The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
 # product, and C shall not be rounded to it.

@@ -33,10 +33,9 @@ from oocgemm.jobs.resume import Committer, Earlier
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
-from oocgemm.stores.arrays import Rule, SparseMatrix
+from oocgemm.stores.arrays import RankedMatrix, Rule, SparseMatrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.capabilities import DATA, SIDECAR, Durable, ResumableMatrix, sync_path
-from oocgemm.stores.ranked import RankedMatrix
 from oocgemm.system.installed import __version__
 from oocgemm.system.resources import available_for, available_memory
 

@@ -287,7 +287,7 @@ class PcaState:
     exponent: int = 0
 
 
-class Passes:
+class PcaPasses:
     """An open X, and the arguments of its products.
 
     Attributes:

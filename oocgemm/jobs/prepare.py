@@ -26,7 +26,7 @@ from oocgemm.jobs.journal import read
 from oocgemm.jobs.norms import correction, cosine_scales, factors
 from oocgemm.jobs.operands import open_operands, tile_of
 from oocgemm.jobs.options import Size
-from oocgemm.jobs.request import Destination, Kind, Request, unknown_devices
+from oocgemm.jobs.request import Destination, PlaceKind, Request, unknown_devices
 from oocgemm.jobs.resume import (
     Earlier,
     check_complete,
@@ -558,7 +558,7 @@ def _existing(
         return None
     resumed = earlier is not None and earlier.resumed
     if not resumed and not c.exists():
-        if problem.updates_c and c.kind is Kind.NEW:
+        if problem.updates_c and c.kind is PlaceKind.NEW:
             raise InputError(f"beta = {problem.beta} needs an existing C, and none is given: pass it as c")
         if problem.updates_c:
             raise NotFoundError(
@@ -589,7 +589,7 @@ def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None,
     The new run creates C again with them, since no tile of the unfinished run can be kept. For a C without
     chunks, both are None.
     """
-    if c.kind is Kind.LOCAL and not c.has_chunks:
+    if c.kind is PlaceKind.LOCAL and not c.has_chunks:
         return None, None
     rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
     return (rows, cols), earlier.header["given"]["compressor"]

@@ -40,7 +40,7 @@ MAX_REQUESTS = 1024
 MANY_FILES, SMALL_CHUNK = 2000, 64 << 10
 
 
-class Kind(StrEnum):
+class PlaceKind(StrEnum):
     """The kind of place where C is stored."""
 
     NEW = "new"  # an ndarray that the run allocates
@@ -56,7 +56,7 @@ class Destination:
     `path` is a path or a URL. `array` is set if the caller passed an array instead.
     """
 
-    kind: Kind
+    kind: PlaceKind
     path: str = ""
     array: Any = None
 
@@ -65,12 +65,12 @@ class Destination:
         """Classify what a caller passed as C. Raises `InputError` for a string that cannot be a path."""
         given = stores.located("C", given)
         if given is None:
-            return cls(Kind.NEW)
+            return cls(PlaceKind.NEW)
         if not stores.is_path(given):
-            return cls(Kind.ARRAY, array=given)
+            return cls(PlaceKind.ARRAY, array=given)
         if "://" in given:
-            return cls(Kind.REMOTE, given)
-        return cls(Kind.LOCAL, given)
+            return cls(PlaceKind.REMOTE, given)
+        return cls(PlaceKind.LOCAL, given)
 
     @property
     def source(self) -> Any:
@@ -80,7 +80,7 @@ class Destination:
     @property
     def has_chunks(self) -> bool:
         """Whether C has chunks in local storage, which may be compressed."""
-        return self.kind is Kind.LOCAL and stores.store_of(self.path).has_chunks
+        return self.kind is PlaceKind.LOCAL and stores.store_of(self.path).has_chunks
 
     @property
     def journal_folder(self) -> Folder | None:
@@ -89,11 +89,11 @@ class Destination:
 
     def exists(self) -> bool:
         """Tell whether the caller passed an array, or anything exists at the path."""
-        return self.kind is Kind.ARRAY or (bool(self.path) and stores.exists(self.path))
+        return self.kind is PlaceKind.ARRAY or (bool(self.path) and stores.exists(self.path))
 
     def is_path_in_use(self) -> bool:
         """Tell whether anything exists at the path. An array that the caller passed has no path."""
-        return self.kind is not Kind.ARRAY and self.exists()
+        return self.kind is not PlaceKind.ARRAY and self.exists()
 
     def check_new(self, problem: GemmProblem) -> None:
         """Raise `InputError` if C would be created in a format that cannot store its dtype."""
@@ -106,7 +106,7 @@ class Destination:
         `wanted` returns how many it needs at least.
         Call this before operands are read. Whether an existing C can be written is found when it is opened.
         """
-        if self.kind is Kind.LOCAL and not self.exists():
+        if self.kind is PlaceKind.LOCAL and not self.exists():
             stores.check_new("C", self.path, wanted())
 
     def check_apart(self, operand: Matrix) -> None:
@@ -123,7 +123,7 @@ class Destination:
 
         `shape` is that of C, and `chunks` are those that the caller has chosen.
         """
-        if self.kind is not Kind.LOCAL:
+        if self.kind is not PlaceKind.LOCAL:
             return
         stores.warn_of_folders("C", self.path)
         if chunks is not None:
@@ -145,7 +145,7 @@ class Destination:
         """
         if not self.path:
             return set()
-        if self.kind is Kind.REMOTE:
+        if self.kind is PlaceKind.REMOTE:
             return set() if stores.store_of(self.path).has_own_rates else {"elsewhere"}
         return {cache.file_system(self.path)}
 

@@ -27,15 +27,15 @@ from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.checksums import VECTORS
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.integrity.freivalds import MIN_PIECE, Check, Operands, check_chained, cut, hull
+from oocgemm.integrity.freivalds import MIN_PIECE, Check, CheckedProduct, check_chained, cut, hull
 from oocgemm.integrity.passes import PIECE, Oriented, Passes
 from oocgemm.integrity.rounding import BOUNDS, FALSE_ALARM
-from oocgemm.integrity.samples import Made, Samples, read
+from oocgemm.integrity.samples import SampledResult, Samples, read
 from oocgemm.jobs.operands import op_of, problem_of
 from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import check_complete, recorded_uplo
-from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
+from oocgemm.jobs.stats import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of, readable, transformed
 from oocgemm.planning import DTYPES, GemmProblem, Op
 from oocgemm.planning.cover import GRAMS
@@ -43,10 +43,9 @@ from oocgemm.planning.sinks import AtLeast
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Collecting, Matrix
-from oocgemm.stores.base import ReadError, Retries
+from oocgemm.stores.base import MirroredMatrix, ReadError, Retries
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import chain_of
-from oocgemm.stores.view import MirroredMatrix
 from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel
 
@@ -68,7 +67,7 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
     sides = (job.a, problem.trans_a), (job.b, problem.trans_b)
     oriented, distances = partial(Oriented, retries=retries), problem.measures_distances
     a, b = (oriented(_as_multiplied(x, distances=distances), op.swaps) for x, op in sides)
-    made = Made(problem.sink, stored=oriented(result))
+    made = SampledResult(problem.sink, stored=oriented(result))
     if isinstance(result, Collecting):
         assert selection is not None
         least = selection.threshold
@@ -79,9 +78,9 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
             threshold=least,
             absolute=selection.absolute,
         )
-        made = Made(found, sparse=result.csr())
+        made = SampledResult(found, sparse=result.csr())
     elif problem.sink.per_row:
-        made = Made(problem.sink, kept=stores.memory(result), factor=job.factor)
+        made = SampledResult(problem.sink, kept=stores.memory(result), factor=job.factor)
     piece = max(MIN_PIECE, min(PIECE, memory // (32 * _threads())))
     room = max(x.piece_bytes(piece) for x in (a, b)) + 16 * piece  # the elements in float64, twice
     threads = max(1, min(_threads(), memory // room))
@@ -452,7 +451,7 @@ def verify(  # noqa: PLR0915  a sequence of checks
     check_complete(*(x for x in matrices if x is not None))
     if problem.depth:
         left, right = readable(left, memory), readable(right, memory)
-    operands = Operands(
+    operands = CheckedProduct(
         Oriented(left, problem.trans_a.swaps, problem.trans_a is Op.C),
         Oriented(right, problem.trans_b.swaps, problem.trans_b is Op.C),
         Oriented(result),
@@ -510,7 +509,7 @@ def _mirrored(matrix: Matrix, triangle: str) -> Matrix:
     return MirroredMatrix(matrix, upper=triangle == "upper")
 
 
-def _half(operands: Operands, triangle: str) -> Operands:
+def _half(operands: CheckedProduct, triangle: str) -> CheckedProduct:
     """Return the operands with one triangle of C and of the old C, which stands for the other one too."""
     result, before = (
         x and Oriented(_mirrored(x.matrix, triangle)) for x in (operands.result, operands.before)

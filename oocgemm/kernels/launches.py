@@ -241,7 +241,7 @@ class EncodingBatch(ctypes.Structure):
     )  # fmt: skip
 
 
-class Strip(NamedTuple):
+class DeviceStrip(NamedTuple):
     """A strip of C on the device: its address, its shape, and that of chunks."""
 
     address: int
@@ -255,7 +255,9 @@ class Strip(NamedTuple):
         return ceil_div(rows, height) * ceil_div(cols, width)
 
 
-def batches(division: Division, strip: Strip, work: tuple[int, int], host: int) -> Iterator[EncodingBatch]:
+def batches(
+    division: Division, strip: DeviceStrip, work: tuple[int, int], host: int
+) -> Iterator[EncodingBatch]:
     """Yield the batches of the chunks of a strip.
 
     Args:

@@ -19,7 +19,7 @@ _PART_ROWS, _PART_COLS, MOMENTS = 128, 4096, 5
 _SUMMED, _BLOCK_ROWS = 1024, 32
 
 
-class StepNumbers(ctypes.Structure):
+class ElementNumbers(ctypes.Structure):
     """The argument `step_t` of a kernel: the address of the numbers of a panel, and the constants."""
 
     _fields_ = (("numbers", ctypes.c_void_p), ("first", ctypes.c_double), ("second", ctypes.c_double))
@@ -28,7 +28,7 @@ class StepNumbers(ctypes.Structure):
 class Elements(ctypes.Structure):
     """The argument `elements_t` of a kernel."""
 
-    _fields_ = (("steps", StepNumbers * MAX_STEPS),)
+    _fields_ = (("steps", ElementNumbers * MAX_STEPS),)
 
 
 # How the kernel counts the axis of the numbers of a step.

@@ -23,7 +23,7 @@ from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.planner import make_plan, resumed_plan
 from oocgemm.planning.search.refusals import usable, within
-from oocgemm.planning.search.shared import shared_plan
+from oocgemm.planning.search.shared_plans import shared_plan
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileGrid, TileSet, TileShape
 

@@ -21,7 +21,7 @@ MAX_STEPS = 8
 GIVEN, STREAMED, IN_PANEL = "given", "streamed", "in_panel"
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """A kind of step: what becomes of x, and whether it has a number u per row or column.
 
     If it is `deferred`, elements stay what they are, and C is corrected when it is finished.
@@ -33,11 +33,11 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "log1p": Kind("log(1 + x)", has_numbers=False),
-    "impute": Kind("u where the stored element is the constant, or NaN if that is NaN; x elsewhere"),
-    "center": Kind("x - u"),
-    "scale": Kind("x u"),
-    "correct": Kind("x. The product is that of x - u, of integers x: C is corrected", deferred=True),
+    "log1p": StepKind("log(1 + x)", has_numbers=False),
+    "impute": StepKind("u where the stored element is the constant, or NaN if that is NaN; x elsewhere"),
+    "center": StepKind("x - u"),
+    "scale": StepKind("x u"),
+    "correct": StepKind("x. The product is that of x - u, of integers x: C is corrected", deferred=True),
 }
 
 

@@ -21,12 +21,11 @@ from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict
 from oocgemm.planning.epilogue import Step
 from oocgemm.planning.layout import KINDS, Coding, Codings, Layout, Layouts, Writing
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
-from oocgemm.planning.schedule.dealing import arrangement, deal, deal_in_order, deal_rows
+from oocgemm.planning.schedule.dealing import SharedSchedule, arrangement, deal, deal_in_order, deal_rows
 from oocgemm.planning.schedule.hazards import Program
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
-from oocgemm.planning.schedule.shared import SharedSchedule
 from oocgemm.planning.schedule.traversal import Traversal, last, walk
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.sinks import DISJOINT

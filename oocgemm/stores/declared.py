@@ -18,8 +18,7 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, Matrix, package
-from oocgemm.stores.view import View
+from oocgemm.stores.base import Array, Matrix, View, package
 
 # Attributes whose values stand for missing elements.
 MISSING = ("_FillValue", "missing_value")

@@ -30,7 +30,7 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.arrays import ArrayLikes, ArrayMatrix, Arrays
-from oocgemm.stores.base import Array, DtypeError, Folder, Matrix, NewArray, Store, is_path
+from oocgemm.stores.base import Array, DtypeError, Folder, Matrix, NewArray, Store, is_path, underlying
 from oocgemm.stores.capabilities import SIDECAR, Resumable
 from oocgemm.stores.declared import Declared, decoded, refuse_packed
 from oocgemm.stores.formats import OperandFacts, UnsupportedError
@@ -39,7 +39,6 @@ from oocgemm.stores.hdf5 import HDF5Files
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores, check_url
-from oocgemm.stores.view import underlying
 from oocgemm.stores.zarr_matrix import ZarrArrays, ZarrPaths
 from oocgemm.system.installed import any_entry_point
 

@@ -16,10 +16,9 @@ from oocgemm.errors import InputError
 from oocgemm.planning.elements import STREAMED, ElementStep
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import in_float64, read_block
-from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, View, pieces
 from oocgemm.stores.element_forms import Numbers, apply, is_missing, positions
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.view import View
 
 # Elements that are transformed at a time. With fewer, threads mostly wait for the GIL.
 SLAB = 1 << 18

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from oocgemm.errors import DataWarning, InputError
 from oocgemm.jobs.options import Operand, PathLike, PcaArguments, PcaOptions, check_names, documented
-from oocgemm.jobs.pca_passes import Passes, PcaState, load_state, save_state, state_path
+from oocgemm.jobs.pca_passes import PcaPasses, PcaState, load_state, save_state, state_path
 from oocgemm.jobs.run import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
@@ -235,7 +235,7 @@ def pca(
     return found
 
 
-def _bytes_saved(passes: Passes, k: int, *, scores: bool, begun: bool) -> int:
+def _bytes_saved(passes: PcaPasses, k: int, *, scores: bool, begun: bool) -> int:
     """Return the least bytes of the result and, unless it exists since the run has begun, of the state."""
     rows, cols = passes.matrix.shape
     saved = k * (cols + rows * scores) * np.dtype(passes.dtype).itemsize + 16 * (2 * k + cols)
@@ -293,7 +293,7 @@ def plan_pca(
     return _planned(passes, iterations, scores=scores, verify=options.get("verify", False))
 
 
-def _planned(passes: Passes, iterations: int, *, scores: bool, verify: bool) -> PCAPlan:
+def _planned(passes: PcaPasses, iterations: int, *, scores: bool, verify: bool) -> PCAPlan:
     statistics = passes.transform.needs_stats and passes.reads_first
     checks = iterations if verify else 0  # the product for the scores has checksums
     plan, rows = passes.plan(), passes.matrix.shape[0]
@@ -311,7 +311,7 @@ def _opened(
     options: PcaOptions,
     *,
     center: bool,
-) -> Passes:
+) -> PcaPasses:
     """Open X. Raises `InputError` for arguments that cannot be used."""
     for name, value, least in (
         ("k", k, 1),
@@ -321,7 +321,7 @@ def _opened(
     ):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
             raise InputError(f"{name} = {value!r}: pass an integer of at least {least}")
-    passes = Passes(x, int(k) + int(oversampling), transform, options, center=center)
+    passes = PcaPasses(x, int(k) + int(oversampling), transform, options, center=center)
     most = min(passes.matrix.shape)
     if k > most:
         rows, cols = passes.matrix.shape
@@ -340,7 +340,7 @@ def _check_tol(tol: float) -> None:
         raise InputError(f"tol = {tol!r}: pass a number of at least 0, such as 0.01")
 
 
-def _identity(passes: Passes, k: int, iterations: int, tol: float, seed: int) -> dict[str, Any]:
+def _identity(passes: PcaPasses, k: int, iterations: int, tol: float, seed: int) -> dict[str, Any]:
     """Return what the bits of a result depend on, besides the budgets, for messages by name."""
     return {
         "version": VERSION,
@@ -355,7 +355,7 @@ def _identity(passes: Passes, k: int, iterations: int, tol: float, seed: int) ->
     } | ({"devices": len(passes.slices)} if len(passes.slices) > 1 else {})
 
 
-def _result(passes: Passes, state: PcaState, k: int, tol: float) -> PCA:
+def _result(passes: PcaPasses, state: PcaState, k: int, tol: float) -> PCA:
     """Return the components that a state has found, with signs that do not depend on rounding."""
     found, rows = state.subspace.found, passes.matrix.shape[0]
     assert found is not None

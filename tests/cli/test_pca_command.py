@@ -103,7 +103,7 @@ def test_a_failed_run_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise oocgemm.ExecutionError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pca_passes.Passes, "scores", fail)
+        patched.setattr(pca_passes.PcaPasses, "scores", fail)
         done = command(*given)
     assert done.code == 1
     assert "the disk is gone. To continue, add --resume (p.zarr.pca-state.npz has the state)" in done.err

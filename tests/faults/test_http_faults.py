@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.service import worker_pool
+from oocgemm.service import dispatcher
 from oocgemm.service.http.service import DATABASE
 from oocgemm.service.job_store import VERSION
 from oocgemm.service.job_worker import OWNER
@@ -162,13 +162,13 @@ def test_jobs_go_on_when_the_server_ends_and_the_next_one_finds_them(
         queued = server.submit("queued.npy", needs=[number])["id"]
         folder = server.state / "jobs" / number
         server.until(number, "running")
-        process = worker_pool.attach(folder)
+        process = dispatcher.attach(folder)
         assert process is not None
         process.send(signal.SIGSTOP)  # so that the job cannot end before the server does
         assert server.end(signum) == (0 if signum == signal.SIGTERM else -signum)
         assert server.socket.exists() == (signum == signal.SIGKILL)
         owner = (folder / OWNER).read_bytes()
-        assert worker_pool.is_alive(folder)
+        assert dispatcher.is_alive(folder)
         server.start()
         found = server.job(number)
         assert (found["state"], found["attempt"]) == ("running", 1)
@@ -186,7 +186,7 @@ def test_a_job_that_died_while_no_server_ran_is_started_again(tmp_path: Path) ->
         number = server.submit("C.npy", options={"tile": "8x8x8"})["id"]
         folder = server.state / "jobs" / number
         server.until(number, "running")
-        process = worker_pool.attach(folder)
+        process = dispatcher.attach(folder)
         assert process is not None
         process.send(signal.SIGSTOP)
         server.end(signal.SIGKILL)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.service import worker_pool
+from oocgemm.service import dispatcher
 from oocgemm.service.client import Job
 from oocgemm.service.job_worker import TILES
 from oocgemm.service.protocol import State
@@ -21,8 +21,8 @@ TILE_COUNT = 16
 
 def kill_a_job(server: RealServer, rng: random.Random) -> bool:
     """Kill the process of a random job that runs. Return False if there is none."""
-    alive = [folder for folder in (server.state / "jobs").glob("*") if worker_pool.is_alive(folder)]
-    process = worker_pool.attach(rng.choice(alive)) if alive else None
+    alive = [folder for folder in (server.state / "jobs").glob("*") if dispatcher.is_alive(folder)]
+    process = dispatcher.attach(rng.choice(alive)) if alive else None
     if process is None:
         return False
     found = not process.ended

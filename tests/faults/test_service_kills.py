@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.service import worker_pool
+from oocgemm.service import dispatcher
 from oocgemm.service.job_store import JobRecord, JobStore
 from oocgemm.service.job_worker import TILES
 from oocgemm.service.protocol import FINAL, State
@@ -85,7 +85,7 @@ class Victims:
         active = self.store.active()
         if not active:
             return
-        process = worker_pool.attach(self.folder / "jobs" / self.rng.choice(active).id)
+        process = dispatcher.attach(self.folder / "jobs" / self.rng.choice(active).id)
         if process is not None:
             if not process.ended:
                 process.send(signal.SIGKILL)
@@ -213,10 +213,10 @@ def test_the_lock_of_a_job_is_free_when_its_process_is_dead(tmp_path: Path) -> N
     try:
         (job,) = victims.store.jobs()
         folder = tmp_path / "jobs" / job.id
-        while not worker_pool.has_begun(folder, 1):
+        while not dispatcher.has_begun(folder, 1):
             time.sleep(0.001)
         victims.kill_server()
         victims.check(victims.finish(1, 0, 60))
-        assert not worker_pool.is_alive(folder)
+        assert not dispatcher.is_alive(folder)
     finally:
         victims.close()

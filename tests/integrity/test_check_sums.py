@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
+from oocgemm.backends.checksums import ChecksumDevice, CutFields, Multiplied, Summed, check_options
 from oocgemm.integrity.tile_checks import Weights
 from oocgemm.kernels.compile import compiled
 from oocgemm.planning import DTYPES
@@ -226,7 +226,7 @@ def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
     )  # fmt: skip
 
 
-def on_host(device: Device) -> Runs:
+def on_host(device: ChecksumDevice) -> Runs:
     def run(case: Case, given: Callable[[int], ctypes.Structure]) -> Array:
         memory = np.empty(case.memory.size + 16, np.uint8)
         memory = memory[-memory.ctypes.data % 16 :][: case.memory.size]

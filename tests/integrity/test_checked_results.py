@@ -290,7 +290,7 @@ def kept_wrongly(change: Callable[[Array], None]) -> Iterator[None]:
     """Change the elements that were selected of the largest ones, as they are returned."""
     right = samples.Samples.check
 
-    def check(self: samples.Samples, made: samples.Made) -> None:
+    def check(self: samples.Samples, made: samples.SampledResult) -> None:
         assert made.kept is not None
         change(made.kept)
         right(self, made)
@@ -362,7 +362,7 @@ def test_damage_to_a_stored_result_is_found_before_it_is_complete(tmp_path: Path
     path = str(tmp_path / "c.npy")
     right = samples.Samples.check
 
-    def check(self: samples.Samples, made: samples.Made) -> None:
+    def check(self: samples.Samples, made: samples.SampledResult) -> None:
         assert made.stored is not None
         c = np.full((1, N), 0.5, "f4")
         made.stored.matrix.write((60, 61), (0, N), c)

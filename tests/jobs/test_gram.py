@@ -19,7 +19,7 @@ from oocgemm.backends.host import blas as host_blas
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning import Op
 from oocgemm.stores import open_matrix
-from oocgemm.stores.view import MirroredMatrix
+from oocgemm.stores.base import MirroredMatrix
 from tests.support import TOP
 from tests.support.command import command
 from tests.support.fake_cuda import fake_cuda

@@ -20,8 +20,8 @@ from oocgemm.jobs import stats as statistics
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.transforms import (
     MOMENTS,
+    ElementNumbers,
     Elements,
-    StepNumbers,
     moments_grid,
     moments_options,
     parts_of,
@@ -119,7 +119,7 @@ def arguments(values: tuple[Any, ...], address: Callable[[Array], int]) -> list[
             found.append(ctypes.c_longlong(value))
         elif isinstance(value, np.ndarray) and value.ndim == 1:
             elements = Elements()
-            elements.steps[0] = StepNumbers(address(value))
+            elements.steps[0] = ElementNumbers(address(value))
             found.append(elements)
         else:
             found.append(ctypes.c_void_p(address(value)))

@@ -15,7 +15,7 @@ import oocgemm
 from oocgemm import Transform
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.transforms import Elements, StepNumbers, expand_options
+from oocgemm.kernels.transforms import ElementNumbers, Elements, expand_options
 from oocgemm.planning.elements import ElementStep
 from oocgemm.stores.element_forms import apply
 from tests.support.backends_here import CUDA
@@ -43,7 +43,7 @@ def argument(steps: Steps, addresses: list[int]) -> Elements:
     """Return the argument of the kernel for the steps, whose numbers are at the addresses."""
     found = Elements()
     for i, (step, at) in enumerate(zip(steps, addresses, strict=True)):
-        found.steps[i] = StepNumbers(at, *step.constants)
+        found.steps[i] = ElementNumbers(at, *step.constants)
     return found
 
 

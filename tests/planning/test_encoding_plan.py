@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.kernels.launches import Strip, batches
+from oocgemm.kernels.launches import DeviceStrip, batches
 from oocgemm.planning import (
     Budgets,
     Chunked,
@@ -99,7 +99,7 @@ def test_batches_fit_their_memory(height: int, width: int, codec: str, item: int
         return
     given = replace(given, problem=problem, layouts=given.layouts.encoded(Coding(codec)))
     work = encoding_bytes(given)
-    strip = Strip(0, (2 * height, chunks * width), (height, width))
+    strip = DeviceStrip(0, (2 * height, chunks * width), (height, width))
     seen = 0
     for batch in batches(division, strip, (0, work), 0):
         assert batch.first == seen

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileSet, TileShape
 from oocgemm.planning.cover import Triangle
-from oocgemm.planning.schedule.dealing import deal_in_order
-from oocgemm.planning.schedule.shared import SharedSchedule
+from oocgemm.planning.schedule.dealing import SharedSchedule, deal_in_order
 from oocgemm.planning.tiling import length
 from tests.support.problems import integers
 from tests.support.products import changed, product_of

@@ -20,7 +20,7 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.cost import gram as clock_of
 from oocgemm.planning.cost.simulate import simulate
-from oocgemm.planning.search import planner, shared
+from oocgemm.planning.search import planner, shared_plans
 from oocgemm.planning.setting import Setting
 from tests.support.plan_cases import STORED
 from tests.support.products import product_of
@@ -54,7 +54,7 @@ def planned(n: int, dtype: str, gpus: int, sessions: int = 1) -> Plan:
 
 def forget_plans() -> None:
     """Make the planner search again."""
-    for cached in (*(shared.shared_plan, planner._plan_with_advice, planner._planned),):
+    for cached in (*(shared_plans.shared_plan, planner._plan_with_advice, planner._planned),):
         cached.cache_clear()
 
 
@@ -102,12 +102,12 @@ def test_every_device_ends_with_a_tile_that_drains_strip_by_strip(devices: int) 
 def test_no_tile_shape_is_left_out_that_would_be_faster(gpus: int, sessions: int, stored: bool) -> None:
     """The bounds and estimates that prune shapes exceed no prediction by more than the planner allows for."""
     setting = setting_of(32768, "float64", gpus, sessions, stored=stored)
-    search = shared._Search(setting)
+    search = shared_plans._ShareSearch(setting)
     shapes = search.shapes(0.0)
     assert len(shapes) > 3
     for shape in shapes:
         seconds = (1 + planner.CLOSE) * search.planned(shape).prediction.total
-        alone = shared._Alone(search, shape)
+        alone = shared_plans._Alone(search, shape)
         assert alone.bound() <= seconds
         assert alone.reaches(seconds)
         assert not alone.reaches(0.9 * alone.bound())
@@ -124,10 +124,10 @@ def test_a_quick_search_finds_a_plan_nearly_as_fast_as_a_thorough_one(n: int) ->
         return run(*given)
 
     with patch.object(planner, "predict", counted):
-        for least in (shared.MIN_THOROUGH_STREAMED, 0.0):
+        for least in (shared_plans.MIN_THOROUGH_STREAMED, 0.0):
             forget_plans()
             calls = 0
-            with patch.object(shared, "MIN_THOROUGH_STREAMED", least):
+            with patch.object(shared_plans, "MIN_THOROUGH_STREAMED", least):
                 thorough = planned(n, "float64", 1, sessions=2)
             found.append(calls)
     assert quick.prediction.total <= 1.03 * thorough.prediction.total

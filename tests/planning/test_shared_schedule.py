@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.planning import Kind, Schedule, Slots, Tier, TileGrid, TileShape, Traversal
-from oocgemm.planning.schedule.dealing import arrangement, deal
-from oocgemm.planning.schedule.shared import SharedSchedule
+from oocgemm.planning.schedule.dealing import SharedSchedule, arrangement, deal
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, forwards, last
 from tests.planning.test_schedule import expected, operands, schedules
 from tests.support.schedule_check import verify, waits_of

@@ -19,9 +19,8 @@ from oocgemm.planning import (
     shared_plan,
 )
 from oocgemm.planning.cost.simulate import simulate
-from oocgemm.planning.schedule.dealing import deal_rows
+from oocgemm.planning.schedule.dealing import SharedSchedule, deal_rows
 from oocgemm.planning.schedule.operation import Kind
-from oocgemm.planning.schedule.shared import SharedSchedule
 from tests.support.products import product_of
 from tests.support.schedule_check import verify
 from tests.support.suite import each_value, examples

@@ -11,7 +11,7 @@ import pytest
 import zarr
 
 from oocgemm.errors import InputError
-from oocgemm.service import confinement, worker_pool
+from oocgemm.service import confinement, dispatcher
 from oocgemm.service.backfill import Limits
 from oocgemm.service.dispatcher import Dispatcher
 from oocgemm.service.job_planner import Planner, checked, planned
@@ -71,7 +71,7 @@ def run_planned(base: Path, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     process = start_job(folder, 1, spec, allowed_folders(roots_of(base)))
     while not process.ended:
         time.sleep(0.005)
-    result = worker_pool.result_of(folder, 1)
+    result = dispatcher.result_of(folder, 1)
     assert result is not None, (folder / "log").read_text()
     assert process.code is None or result["exit_code"] == process.code
     process.close()
@@ -193,7 +193,7 @@ def test_a_job_that_cannot_be_confined_is_not_run(tmp_path: Path) -> None:
     while not process.ended:
         time.sleep(0.005)
     process.close()
-    result = worker_pool.result_of(folder, 1)
+    result = dispatcher.result_of(folder, 1)
     assert result is not None
     assert result["exit_code"] == 2
     assert "cannot be" in result["error"]
@@ -206,7 +206,7 @@ def test_a_job_with_a_defect_ends_with_status_1(tmp_path: Path) -> None:
     while not process.ended:
         time.sleep(0.005)
     process.close()
-    result = worker_pool.result_of(folder, 1)
+    result = dispatcher.result_of(folder, 1)
     assert result is not None
     assert (result["exit_code"], result["error"]) == (1, "KeyError: 'a'")
     assert "Traceback" in (folder / "log").read_text()
@@ -271,7 +271,7 @@ def test_workers_and_planners_get_only_the_listed_environment(
     monkeypatch.setenv(name, SECRET)
     monkeypatch.setenv("TZ", "Antarctica/Troll")
     (tmp_path / "workers").mkdir()
-    process = worker_pool.spawn(tmp_path / "workers", tmp_path / "log")
+    process = dispatcher.spawn(tmp_path / "workers", tmp_path / "log")
     planner = Planner(None)
     with pytest.raises(InputError):  # it has started then
         planner.plan({"a": "/absent"}, LIMITS, "host")

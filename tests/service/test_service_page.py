@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oocgemm.service import worker_pool
+from oocgemm.service import dispatcher
 from tests.support.browser import CONTRAST, FAULTS, MISSING, Page, browser
 from tests.support.real_server import RealServer
 from tests.support.service_pages import (
@@ -205,7 +205,7 @@ def test_tiles_and_lanes_of_a_running_job_are_shown(page: Page, server: RealServ
     job = server.submit("stopped.npy", name="stopped", options=TILES)
     server.until(job["id"], "running", "succeeded")
     folder = server.state / "jobs" / job["id"]
-    process = worker_pool.attach(folder)
+    process = dispatcher.attach(folder)
     assert process is not None, "the job has ended before it could be stopped"
     process.send(signal.SIGSTOP)
     try:

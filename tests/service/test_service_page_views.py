@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oocgemm.service import worker_pool
+from oocgemm.service import dispatcher
 from tests.support.browser import DEADLINE, MISSING, Page, browser
 from tests.support.real_server import RealServer
 from tests.support.service_pages import PROGRAM, STATE, TILES, complaints, page_server, sign_in, text
@@ -49,7 +49,7 @@ def test_an_answer_that_comes_late_does_not_turn_progress_back(page: Page, serve
     job = server.submit("late.npy", options=TILES)
     server.until(job["id"], "running", "succeeded")
     folder = server.state / "jobs" / job["id"]
-    process = worker_pool.attach(folder)
+    process = dispatcher.attach(folder)
     assert process is not None, "the job has ended before it could be stopped"
     process.send(signal.SIGSTOP)
     try:

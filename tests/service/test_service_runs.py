@@ -13,8 +13,8 @@ import pytest
 
 import oocgemm
 from oocgemm.errors import BudgetError, InputError
+from oocgemm.service import dispatcher
 from oocgemm.service import dispatcher as dispatching
-from oocgemm.service import worker_pool
 from oocgemm.service.backfill import Limits, Need
 from oocgemm.service.dispatcher import Dispatcher
 from oocgemm.service.job_planner import checked, planned
@@ -81,8 +81,8 @@ def stopped_in_c(service: Service, name: str) -> tuple[JobRecord, int]:
     """Run a job until its process has begun; stop that process. Return the job and the process."""
     (job,) = service.submit(name)
     folder = service.dispatcher.folder_of(job.id)
-    service.until(lambda: worker_pool.has_begun(folder, 1))
-    owner = worker_pool.attach(folder)
+    service.until(lambda: dispatcher.has_begun(folder, 1))
+    owner = dispatcher.attach(folder)
     assert owner is not None
     os.kill(owner.pid, signal.SIGSTOP)
     owner.close()
@@ -121,7 +121,7 @@ def test_a_job_that_has_ended_when_the_dispatcher_looks_has_a_start(service: Ser
     (job,) = service.submit("C.npy")
     service.dispatcher.step()
     folder, begun = service.dispatcher.folder_of(job.id), time.time()
-    while worker_pool.result_of(folder, 1) is None or worker_pool.is_alive(folder):
+    while dispatcher.result_of(folder, 1) is None or dispatcher.is_alive(folder):
         assert time.time() < begun + 60
         time.sleep(0.01)
     service.run()
@@ -149,7 +149,7 @@ def test_a_job_whose_process_dies_is_started_again_until_it_has_failed_too_often
     for attempt in (1, 2, 3):
         os.kill(pid, signal.SIGKILL)
         if attempt < 3:
-            service.until(partial(worker_pool.has_begun, service.dispatcher.folder_of(job.id), attempt + 1))
+            service.until(partial(dispatcher.has_begun, service.dispatcher.folder_of(job.id), attempt + 1))
             pid = service.dispatcher._processes[job.id].pid
             os.kill(pid, signal.SIGSTOP)
     (job,) = service.run()
@@ -189,7 +189,7 @@ def test_a_late_process_of_an_earlier_attempt_cannot_compute_beside_the_next(ser
     job = store.move(job, State.STARTING, attempt=1, device=0)
     late = start_job(folder, 1, job.spec)
     os.kill(late.pid, signal.SIGSTOP)
-    service.until(lambda: worker_pool.has_begun(folder, 2))  # the lock was free: the job was queued again
+    service.until(lambda: dispatcher.has_begun(folder, 2))  # the lock was free: the job was queued again
     os.kill(late.pid, signal.SIGCONT)
     service.run()
     while not late.ended:
@@ -256,7 +256,7 @@ def test_beta_is_applied_once_whatever_was_in_c(service: Service) -> None:
         job = service.store.move(job, State.STARTING, attempt=1, device=0)
         folder = service.dispatcher.folder_of(job.id)
         process = start_job(folder, 1, job.spec)
-        while not worker_pool.has_begun(folder, 1):
+        while not dispatcher.has_begun(folder, 1):
             time.sleep(0.001)
         process.send(signal.SIGKILL)
         process.close()

@@ -12,17 +12,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from oocgemm.service import confinement, worker_pool
+from oocgemm.service import confinement, dispatcher
 from oocgemm.service import dispatcher as dispatching
 from oocgemm.service.backfill import Limits, Need, Running
-from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.dispatcher import KEEP, KEPT, Dispatcher, WorkerPool
 from oocgemm.service.http.routes import devices
 from oocgemm.service.job_planner import checked, planned
 from oocgemm.service.job_store import JobRecord, JobStore, NewJob
 from oocgemm.service.job_worker import LOG, OWNER
 from oocgemm.service.limits import DeviceInfo, Root, allowed_folders
 from oocgemm.service.protocol import Action, State
-from oocgemm.service.worker_pool import KEEP, KEPT, WorkerPool
 from tests.support.backends_here import REAL_BACKENDS
 from tests.support.fake_cuda import fake_cuda
 from tests.support.services import product_job, product_of, start_job, store_operands
@@ -69,11 +68,11 @@ class Service:
         found: int = json.loads((self.dispatcher.folder_of(job.id) / OWNER).read_bytes())["pid"]
         return found
 
-    def stopped(self, name: str) -> tuple[JobRecord, worker_pool.Process]:
+    def stopped(self, name: str) -> tuple[JobRecord, dispatcher.Process]:
         """Submit a job, and stop its process as soon as it has begun."""
         (job,) = self.submit(name)
         self.until(
-            lambda: worker_pool.has_begun(self.dispatcher.folder_of(job.id), self.store.get(job.id).attempt)
+            lambda: dispatcher.has_begun(self.dispatcher.folder_of(job.id), self.store.get(job.id).attempt)
         )
         process = self.dispatcher._processes[job.id]
         process.send(signal.SIGSTOP)
@@ -257,7 +256,7 @@ def test_an_idle_worker_ends_with_its_server(service: Service) -> None:
 def test_a_job_gets_the_memory_of_workers_that_wait(tmp_path: Path) -> None:
     """A job that needs the memory of an idle worker waits until that worker has ended."""
     workers = WorkerPool(tmp_path / "workers")
-    process = worker_pool.spawn(tmp_path / "workers", tmp_path / LOG)
+    process = dispatcher.spawn(tmp_path / "workers", tmp_path / LOG)
     process.idle = True
     workers.rest(process, 0, {"options": {"backend": "cuda"}}, reuse=True)
     limits = Limits({0: 1 << 30, 1: 1 << 30}, 4 << 30, 1 << 40)
@@ -311,7 +310,7 @@ def test_a_confined_worker_reads_nothing_of_its_earlier_jobs(
             time.sleep(0.005)
         pids.append(process.pid)
         workers.rest(process, 0, found.spec, reuse=True)
-        result = worker_pool.result_of(folder, 1)
+        result = dispatcher.result_of(folder, 1)
         assert result is not None, (folder / LOG).read_text()
         return result
 
@@ -342,8 +341,8 @@ def test_a_job_whose_folder_was_removed_ends_without_a_result(tmp_path: Path) ->
     process = start_job(tmp_path / "state/job", 1, job.spec)
     process.send(signal.SIGSTOP)
     assert process.folder is not None
-    if not worker_pool.is_alive(tmp_path / "state/job"):
-        worker_pool.remove_folders(tmp_path / "workers")
+    if not dispatcher.is_alive(tmp_path / "state/job"):
+        dispatcher.remove_folders(tmp_path / "workers")
     process.send(signal.SIGCONT)
     while not process.ended:
         time.sleep(0.005)
@@ -354,9 +353,9 @@ def test_a_job_whose_folder_was_removed_ends_without_a_result(tmp_path: Path) ->
 def test_the_death_of_a_new_worker_before_its_order_is_a_failure_to_repeat(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawn, dead = worker_pool.spawn, list[int]()
+    spawn, dead = dispatcher.spawn, list[int]()
 
-    def killed_once(workers: Path, log: Path) -> worker_pool.Process:
+    def killed_once(workers: Path, log: Path) -> dispatcher.Process:
         process = spawn(workers, log)
         if not dead:
             dead.append(process.pid)
@@ -364,7 +363,7 @@ def test_the_death_of_a_new_worker_before_its_order_is_a_failure_to_repeat(
             wait_for_the_end(process.pid)
         return process
 
-    monkeypatch.setattr(worker_pool, "spawn", killed_once)
+    monkeypatch.setattr(dispatcher, "spawn", killed_once)
     (job,) = service.submit("C.npy")
     found = service.ended(job)
     assert len(dead) == 1

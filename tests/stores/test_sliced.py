@@ -12,7 +12,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.tiling import TileGrid, length
-from oocgemm.stores.view import SlicedMatrix
+from oocgemm.stores.base import SlicedMatrix
 from tests.support.products import product_of
 
 EXTENT = st.integers(1, 30)

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from oocgemm.kernels.launches import Strip, batches
+from oocgemm.kernels.launches import DeviceStrip, batches
 from oocgemm.planning.cost.coding import Division, frames_bytes
 from oocgemm.stores.codecs import index_of
 from tests.support.decoding import Array
@@ -19,7 +19,7 @@ def packed(x: Array, chunk: tuple[int, int], codec: str) -> dict[tuple[int, int]
     item = x.itemsize
     form = Division.of(codec, chunk, item)
     assert form is not None
-    strip = Strip(x.ctypes.data, x.shape, chunk)
+    strip = DeviceStrip(x.ctypes.data, x.shape, chunk)
     count = strip.chunks
     host = np.full(frames_bytes(form, count) + GUARD, 0xA5, np.uint8)
     batch = max(1, count // 2)  # a batch of fewer chunks comes last

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.service import confinement, worker_pool
+from oocgemm.service import confinement, dispatcher
 from oocgemm.service.client import Client
 from oocgemm.service.http.security import Scope, Tokens
 from oocgemm.service.http.service import DATABASE
@@ -143,7 +143,7 @@ class RealServer:
         if self.process is not None and self.process.poll() is None:
             self.end(signal.SIGKILL)
         for folder in (self.state / "jobs").glob("*"):
-            if worker_pool.is_alive(folder) and (process := worker_pool.attach(folder)) is not None:
+            if dispatcher.is_alive(folder) and (process := dispatcher.attach(folder)) is not None:
                 process.send(signal.SIGKILL)
                 process.close()
 

@@ -12,21 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from oocgemm.service import confinement, dispatcher, job_worker, worker_pool
-from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service import confinement, dispatcher, job_worker
+from oocgemm.service.dispatcher import KEEP, Dispatcher
 from oocgemm.service.job_store import JobStore
-from oocgemm.service.worker_pool import KEEP
 from tests.support.services import LIMITS
 
 # Functions that the server calls on the way of a job, in this order. It dies before or after the call.
 FUNCTIONS: dict[str, tuple[Any, str]] = {
     "commit": (JobStore, "move"),
     "spawn": (os, "posix_spawn"),
-    "order": (worker_pool, "hand"),
+    "order": (dispatcher, "hand"),
     "links": (os, "link"),
-    "clear": (worker_pool, "clear"),
-    "attach": (worker_pool, "attach"),
-    "result": (worker_pool, "result_of"),
+    "clear": (dispatcher, "clear"),
+    "attach": (dispatcher, "attach"),
+    "result": (dispatcher, "result_of"),
     "charge": (JobStore, "charge"),
 }
 POINTS = [f"{when} {name}" for name in FUNCTIONS for when in ("before", "after")]

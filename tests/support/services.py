@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.service import worker_pool
+from oocgemm.service import dispatcher
 from oocgemm.service.backfill import Limits, Need
 from oocgemm.service.confinement import Confinement
 from oocgemm.service.dispatcher import Dispatcher
@@ -49,12 +49,12 @@ def product_job(folder: Path, c: str, owner: str = "user", **options: Any) -> Ne
 
 def start_job(
     folder: Path, attempt: int, spec: dict[str, Any], confine: Confinement | None = None
-) -> worker_pool.Process:
+) -> dispatcher.Process:
     """Start an attempt of a job in a new worker, as a dispatcher does."""
     for made in (folder, folder.parent.parent / "workers"):
         made.mkdir(parents=True, exist_ok=True)
-    process = worker_pool.spawn(folder.parent.parent / "workers", folder / LOG)
-    worker_pool.hand(process, folder, attempt, spec, 0, confine)
+    process = dispatcher.spawn(folder.parent.parent / "workers", folder / LOG)
+    dispatcher.hand(process, folder, attempt, spec, 0, confine)
     return process
 
 

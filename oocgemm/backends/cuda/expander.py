@@ -12,7 +12,7 @@ from oocgemm.backends.base import PanelNumbers, stored_shape
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.measurer import Measurer
-from oocgemm.kernels.transforms import WIDTH, Elements, StepNumbers, expand_grid, expand_options
+from oocgemm.kernels.transforms import WIDTH, ElementNumbers, Elements, expand_grid, expand_options
 from oocgemm.planning import Operation, Plan, Region
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.expansion import expanded_bytes, step_offsets
@@ -95,7 +95,7 @@ class Expander:
         first = {"rows": ranges[0][0], "cols": ranges[1][0], "": 0}
         steps = Elements()
         for i, (step, at) in enumerate(zip(operand.prepared, self._numbers[role], strict=True)):
-            steps.steps[i] = StepNumbers(at and at + 8 * first[step.axis], *step.constants)
+            steps.steps[i] = ElementNumbers(at and at + 8 * first[step.axis], *step.constants)
         self._kernel(role, width)(
             expand_grid(rows, cols, width),
             *(_pointer(source), _long(rows), _long(cols), steps, _pointer(result)),

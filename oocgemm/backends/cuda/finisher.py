@@ -2,8 +2,8 @@
 
 `FINISHERS` has the class that launches the kernels of the Finish operations, by the sink of the product
 (`oocgemm.planning.sinks`). They apply alpha and beta and cast to C's dtype, or select elements of C, or
-reduce its rows. A `Chain` runs the epilogue before that. The `Turner` transposes strips of a Gram matrix
-before they are downloaded without host slots.
+reduce its rows. A `ChainKernel` runs the epilogue before that. The `Turner` transposes strips of a Gram
+matrix before they are downloaded without host slots.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ from oocgemm.planning.sinks import Applied, AtLeast, Largest, Reduced, Sink, Sto
 from oocgemm.planning.tiling import Range, length
 
 
-class Chain:
+class ChainKernel:
     """The kernel of a chain of steps, and where their numbers are on the device."""
 
     def __init__(self, plan: Plan, kernels: Any) -> None:
@@ -112,7 +112,7 @@ class Finisher:
         self._dtypes = problem.acc_dtype, problem.c_dtype
         self._correction: tuple[int, int] | None = None
         self._measurer: Measurer | None = None
-        self._chain = Chain(plan, kernels) if problem.epilogue else None
+        self._chain = ChainKernel(plan, kernels) if problem.epilogue else None
         if self._chain is not None:
             return
         if problem.exact:
@@ -191,7 +191,7 @@ class Scaled:
         self._problem, self._address, self._scales = plan.problem, address, 0
         self._device = device
         self._kernel = self._load(kernels)
-        self._chain = Chain(plan, kernels) if plan.problem.epilogue else None
+        self._chain = ChainKernel(plan, kernels) if plan.problem.epilogue else None
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         raise NotImplementedError

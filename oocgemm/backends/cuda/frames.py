@@ -37,7 +37,7 @@ from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.errors import BackendError
-from oocgemm.kernels.launches import Strip, batches, shuffle_blocks
+from oocgemm.kernels.launches import DeviceStrip, batches, shuffle_blocks
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning import Operation, Plan, division_of
 from oocgemm.planning.cost.coding import COMPRESSORS, DecodingShape
@@ -368,7 +368,7 @@ class Packer:
 
     def launch(self, op: Operation, address: int, host: int, stream: Any) -> None:
         """Compress the strip at a device address on a stream, into the host slot at the address `host`."""
-        strip = Strip(address, (length(op.m), length(op.n)), self._chunk)
+        strip = DeviceStrip(address, (length(op.m), length(op.n)), self._chunk)
         with stream:
             for given in batches(self._division, strip, self._work, host):
                 streams = given.count * given.streams

@@ -16,7 +16,14 @@ from oocgemm.backends.cuda.pageable import Ring
 from oocgemm.backends.cuda.warm import Warm, take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import blocks
-from oocgemm.kernels.transforms import MOMENTS, Elements, StepNumbers, moments_grid, moments_options, parts_of
+from oocgemm.kernels.transforms import (
+    MOMENTS,
+    ElementNumbers,
+    Elements,
+    moments_grid,
+    moments_options,
+    parts_of,
+)
 from oocgemm.planning.tiling import length, round_up
 
 # Blocks that are on the device at the same time, and those that are being copied to it.
@@ -111,7 +118,7 @@ class Sweep:
         steps = Elements()
         for i, (step, numbers) in enumerate(zip(self._given.steps, self._numbers, strict=True)):
             start = {"rows": top, "cols": left, "": 0}[step.axis]
-            steps.steps[i] = StepNumbers(numbers and numbers + 8 * start, *step.constants)
+            steps.steps[i] = ElementNumbers(numbers and numbers + 8 * start, *step.constants)
         parts, stride = _pointer(self._address + self._room.parts), _long(self._room.stride)
         code = ctypes.c_double(0 if self._given.code is None else self._given.code)
         with self._stream:

@@ -151,7 +151,7 @@ class Buffer:
             self._event.synchronize()
 
 
-class Lane:
+class CopyBuffers:
     """The pinned buffers of one thread, and its stream for pieces that the device transposes."""
 
     def __init__(self, memory: Array, start: int, end: int) -> None:
@@ -191,7 +191,7 @@ class Lane:
 
 # Issues the copy of one piece on a stream, by the means of a lane. Returns the event after the copy, and what
 # is left to do when the thread has issued its next copy; None if nothing is.
-Move = Callable[[Lane, Piece, Any], tuple[Any, Callable[[], None] | None]]
+Move = Callable[[CopyBuffers, Piece, Any], tuple[Any, Callable[[], None] | None]]
 
 
 class Copying:
@@ -232,8 +232,8 @@ class Copying:
         self._issuing.acquire()
         self._finishing.acquire()
 
-    def copy(self, lane: Lane, piece: Piece) -> None:
-        """Copy one piece, by the thread of a lane. `Lane.finish` must be called afterwards."""
+    def copy(self, lane: CopyBuffers, piece: Piece) -> None:
+        """Copy one piece, by the thread of a lane. `CopyBuffers.finish` must be called afterwards."""
         late = None
         try:
             if self.error is None:
@@ -250,7 +250,7 @@ class Copying:
         else:
             lane.pending = partial(self._finish, late)
 
-    def _stream_of(self, lane: Lane) -> Any:
+    def _stream_of(self, lane: CopyBuffers) -> Any:
         """Return the stream for a piece that a lane copies. The first lane records the start."""
         stream = self.stream
         if self.apart:
@@ -475,7 +475,7 @@ class Direction:
         size = BUFFERS * shape.piece
         with self._device:
             self._join = cupy.cuda.Stream(non_blocking=True)
-            self._lanes = [Lane(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
+            self._lanes = [CopyBuffers(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
         self._piece, self._name, self._starting = shape.piece, name, threading.Lock()
         self._blocks: list[Pageable] = []  # as many as Python's threads are copying, in any order
         self._single, self._using_single = self._lanes.pop(), threading.Lock()
@@ -605,7 +605,7 @@ class Ring:
             copied = direction.compiled.begin(address, block, waits)
         row = block.shape[1] * dtype.itemsize
 
-        def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, None]:
+        def move(lane: CopyBuffers, piece: Piece, stream: Any) -> tuple[Any, None]:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             block.move(rows, cols, buffer.array(dtype, height, width))
@@ -644,7 +644,7 @@ class Ring:
             return direction.compiled.begin(address, block, waits).work
         row = block.shape[1] * dtype.itemsize
 
-        def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, Callable[[], None]]:
+        def move(lane: CopyBuffers, piece: Piece, stream: Any) -> tuple[Any, Callable[[], None]]:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             size = width * dtype.itemsize

@@ -60,7 +60,7 @@ class Strip(NamedTuple):
     old_upload: float
 
 
-class Panels:
+class PanelSlots:
     """The slots of A or of B. `lane` is the lane of its Reads."""
 
     def __init__(self, device: int, host: int, lane: str) -> None:
@@ -87,7 +87,7 @@ class Streams:
         self.selects = problem.sink.per_row > 0
         lanes = ["decode" if x.decode_bytes else "read" for x in (layouts.a, layouts.b, layouts.c)]
         host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
-        self.panels = Panels(slots.a, host_a, lanes[0]), Panels(slots.b, host_b, lanes[1])
+        self.panels = PanelSlots(slots.a, host_a, lanes[0]), PanelSlots(slots.b, host_b, lanes[1])
         self.c_lane, self.streams_c = lanes[2], slots.streams("C")
         # All times except `first_start` are relative to `base`.
         self.base = self.issued = self.read = self.h2d = self.compute = self.d2h = self.write = 0.0

@@ -30,7 +30,7 @@ Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class DividedPlan:
     """A plan whose tiles are divided among `grid` = (p_m, p_n, p_k) parts."""
 
     plan: Plan
@@ -48,7 +48,7 @@ def grids(count: int) -> Iterator[Grid]:
             yield down, across, count // down // across
 
 
-def divisions(plan: Plan, grid: Grid, *, keep_tile: bool = False) -> Iterator[Division]:
+def divisions(plan: Plan, grid: Grid, *, keep_tile: bool = False) -> Iterator[DividedPlan]:
     """Yield the ways to divide a plan among a grid of parts: with its tiles, and with tiles of other extents.
 
     With `keep_tile`, only with its tiles. There are none if the product cannot be divided that often.
@@ -63,17 +63,17 @@ def divisions(plan: Plan, grid: Grid, *, keep_tile: bool = False) -> Iterator[Di
     extents_n = _extents(n, tile.n, grid[1], () if keep_tile else units_n)
     for tile_m, tile_n in product(extents_m, extents_n):
         if (tile_m, tile_n) == (tile.m, tile.n):
-            yield Division(plan, grid)
+            yield DividedPlan(plan, grid)
             continue
         lines = ceil_div(m, tile_m) // grid[0], ceil_div(n, tile_n) // grid[1]
         traversal = _within(plan.candidate.traversal, *lines)
         other = replace(tile, m=tile_m, n=tile_n)
         found = replace(plan, candidate=replace(plan.candidate, tile=other, traversal=traversal))
         if (tile_m <= tile.m and tile_n <= tile.n) or _fits(found, grid[2] > 1):
-            yield Division(found, grid)
+            yield DividedPlan(found, grid)
 
 
-def least_seconds(division: Division, storage: Storage, workers: int) -> float:
+def least_seconds(division: DividedPlan, storage: Storage, workers: int) -> float:
     """Return a lower bound on the seconds in which `workers` workers compute the parts of a division.
 
     It counts the multiplications, and what the storage delivers if each part reads its panels once.

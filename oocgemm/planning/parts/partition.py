@@ -8,7 +8,7 @@ from typing import Any
 
 from oocgemm.errors import InputError
 from oocgemm.planning.cost.machine import MachineModel, default_model
-from oocgemm.planning.parts.grids import Division, Grid, divisions, grids, least_seconds
+from oocgemm.planning.parts.grids import DividedPlan, Grid, divisions, grids, least_seconds
 from oocgemm.planning.parts.part import Part, bands, divide, step_ranges
 from oocgemm.planning.parts.price import PartPrices
 from oocgemm.planning.parts.storage import Storage
@@ -200,7 +200,7 @@ def _default_write(machine: MachineModel) -> float:
 class _Priced:
     """A division with its parts and its predicted seconds, of which `sum` are for adding partial products."""
 
-    division: Division
+    division: DividedPlan
     prices: PartPrices
     parts: tuple[Part, ...]
     seconds: float
@@ -216,7 +216,7 @@ class _Choice:
     def __init__(self, plan: Plan, storage: Storage, keep_tile: bool, whole_k: bool, known: bool) -> None:
         self._plan, self._storage, self._known = plan, storage, known
         self._keep_tile, self._whole_k = keep_tile, whole_k
-        self._bounded: dict[int, list[tuple[float, Division]]] = {}
+        self._bounded: dict[int, list[tuple[float, DividedPlan]]] = {}
         self._best: dict[int, _Priced | None] = {}
 
     def partition(self, available: int) -> Partition:
@@ -250,7 +250,7 @@ class _Choice:
             self._why(used, available, chosen.seconds),
         )
 
-    def _divisions(self, grid: Grid) -> Iterator[Division]:
+    def _divisions(self, grid: Grid) -> Iterator[DividedPlan]:
         divides_k = grid[2] > 1
         return (
             iter(())
@@ -260,7 +260,7 @@ class _Choice:
 
     @cached_property
     def _one(self) -> _Priced:
-        return self._price(Division(self._plan, (1, 1, 1)), 1)
+        return self._price(DividedPlan(self._plan, (1, 1, 1)), 1)
 
     def _bound(self, workers: int) -> float:
         """Return a lower bound on the seconds with a number of workers; inf if the plan has too few parts."""
@@ -285,7 +285,7 @@ class _Choice:
         if workers == 1:
             return self._one
         self._bound(workers)
-        found: list[tuple[float, Division]] = []
+        found: list[tuple[float, DividedPlan]] = []
         for bound, division in self._bounded[workers]:
             if found and bound >= min(found, key=_seconds)[0]:
                 break
@@ -296,7 +296,7 @@ class _Choice:
         finer = self._finer(coarse, workers)
         return finer if finer and finer.seconds <= (1 + CLOSE) * coarse.seconds else coarse
 
-    def _preferred(self, found: Sequence[tuple[float, Division]]) -> Division:
+    def _preferred(self, found: Sequence[tuple[float, DividedPlan]]) -> DividedPlan:
         """Choose the fastest division, but keep the tiles of the plan if they are as fast within `CLOSE`.
 
         With the same tiles, the result has the same bits as that of one worker. So k is split only if that
@@ -325,17 +325,17 @@ class _Choice:
         estimated = [(self._estimated(division, workers), division) for division in tried]
         return self._price(self._preferred(estimated), workers)
 
-    def _estimated(self, division: Division, workers: int) -> float:
+    def _estimated(self, division: DividedPlan, workers: int) -> float:
         prices, parts = self._parts(division)
         adding = sum_seconds(division.plan, prices, division.grid[2])
         return rounds_seconds(parts, prices, workers) + adding
 
-    def _price(self, division: Division, workers: int) -> _Priced:
+    def _price(self, division: DividedPlan, workers: int) -> _Priced:
         prices, parts = self._parts(division)
         adding = sum_seconds(division.plan, prices, division.grid[2])
         return _Priced(division, prices, parts, parts_seconds(parts, prices, workers) + adding, adding)
 
-    def _parts(self, division: Division) -> tuple[PartPrices, tuple[Part, ...]]:
+    def _parts(self, division: DividedPlan) -> tuple[PartPrices, tuple[Part, ...]]:
         prices = PartPrices(division.plan, self._storage, division.grid[2])
         return prices, tuple(longest_first(divide(division.plan.grid, *division.grid), prices))
 
@@ -365,5 +365,5 @@ class _Choice:
         return f"each more costs {format_time((all_used - seconds) / (available - used))}"
 
 
-def _seconds(estimated: tuple[float, Division]) -> float:
+def _seconds(estimated: tuple[float, DividedPlan]) -> float:
     return estimated[0]

@@ -28,7 +28,7 @@ from oocgemm.planning.layout import Layouts
 from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
-from oocgemm.planning.search.gram import gram_candidates, smallest
+from oocgemm.planning.search.gram_shapes import gram_candidates, smallest
 from oocgemm.planning.search.refusals import budget_error, check_tile, too_small, within
 from oocgemm.planning.search.shapes import Shapes, chained_shapes, in_place_tile, min_tile, needs_no_memory
 from oocgemm.planning.search.slot_counts import io_threads, slot_counts

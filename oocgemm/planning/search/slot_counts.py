@@ -49,7 +49,7 @@ AHEAD = 2
 PAGEABLE_SLOTS = 4
 
 
-class Memory:
+class FreeMemory:
     """The free memory for a tile shape and a number of I/O threads. It computes each part of it once."""
 
     def __init__(self, setting: Setting, tile: TileShape, io_threads: int) -> None:
@@ -117,7 +117,7 @@ def slot_counts(
     """
     setting = prices.setting
     problem, machine = setting.problem, setting.machine
-    memory = Memory(setting, tile, io_threads)
+    memory = FreeMemory(setting, tile, io_threads)
     base = _min_slots(memory, c)
     if base is None:
         return
@@ -241,7 +241,7 @@ def _bands(
     return sorted({1, *(band for count in fewest if (band := ceil_div(rows, count)) < rows)})
 
 
-def _min_slots(memory: Memory, c: int) -> Slots | None:
+def _min_slots(memory: FreeMemory, c: int) -> Slots | None:
     """Return the minimum numbers of slots with which a tile shape runs well, or None if they do not fit.
 
     Each operand gets two slots on the device. On the host, it gets up to three: with only one, reads and

@@ -28,7 +28,7 @@ from fastapi import Depends, Request
 from oocgemm.errors import InputError
 from oocgemm.service.backfill import Limits
 from oocgemm.service.confinement import abi
-from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.dispatcher import KEEP, Dispatcher
 from oocgemm.service.http.security import Identity, LoginCode, Tokens
 from oocgemm.service.http.views import ActivityView, JobView, ProgressView, QueueView
 from oocgemm.service.job_planner import Planner
@@ -46,7 +46,6 @@ from oocgemm.service.limits import (
     replace_folder,
 )
 from oocgemm.service.protocol import DatabaseError, State, UnavailableError, possible
-from oocgemm.service.worker_pool import KEEP
 
 # Requests that plan or wait for that, of all users and of one.
 MAX_PLANS, MAX_PLANS_OF_USER = 256, 128

@@ -1,0 +1,28 @@
+"""The page on architecture names files that exist, and lists all of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from architecture import PACKAGES, PAGE, ROOT, listing, page  # type: ignore[import-not-found]
+
+PATHS = sorted(set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)*(?:/|\.py|\.cu|\.c))`", PAGE.read_text())))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_file_that_the_page_names_exists(path: str) -> None:
+    assert (ROOT / "oocgemm" / path).exists() or (ROOT / path).exists(), path
+
+
+def test_the_list_of_files_is_current() -> None:
+    assert PAGE.read_text() == page(), "run scripts/architecture.py"
+
+
+def test_the_list_has_every_module() -> None:
+    package = ROOT / "oocgemm"
+    listed = listing()
+    folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")}
+    assert folders - {"."} == set(PACKAGES)
+    for path in package.rglob("*/*.py"):
+        name = path.relative_to(package).as_posix()
+        assert Path(name).name == "__init__.py" or f"`{name}`" in listed
