@@ -148,6 +148,7 @@ multiply(Path(sys.argv[1]), "C.zarr", workers=2, resume=len(sys.argv) > 2)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_coordinator_resumes_in_slices(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store_operands(here, EXTENT)
     monkeypatch.setattr(PARTITION, sliced(3))

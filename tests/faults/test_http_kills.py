@@ -14,7 +14,6 @@ from oocgemm.service.client import Job
 from oocgemm.service.job_worker import TILES
 from oocgemm.service.protocol import State
 from tests.support.real_server import RealServer, running_server
-from tests.support.suite import slow
 
 TILE_COUNT = 16
 
@@ -32,7 +31,9 @@ def kill_a_job(server: RealServer, rng: random.Random) -> bool:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("count", "kills"), [(4, 1), *slow((40, 6))])
+# `test_http_faults` has one kill of each process, at a known moment.
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "kills"), [(4, 1), (40, 6)])
 def test_clients_get_every_product_if_servers_and_jobs_are_killed(
     tmp_path: Path, count: int, kills: int
 ) -> None:

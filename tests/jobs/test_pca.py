@@ -140,6 +140,7 @@ def test_small_singular_values_are_accurate() -> None:
     np.testing.assert_allclose(narrow, exact[:20], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_few_reads_suffice_if_singular_values_decay_slowly() -> None:
     rng = np.random.default_rng(1)
     left, right = (np.linalg.qr(rng.standard_normal((n, 500)))[0] for n in (1500, 500))
