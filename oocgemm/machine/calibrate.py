@@ -486,8 +486,8 @@ def _written(
         def once() -> float:
             started = perf_counter()
             transfers.write(fill, columns)
-            if isinstance(matrix, stores.Durable):
-                matrix.sync()
+            if isinstance(matrix, stores.Resumable):
+                matrix.sync_blocks([(fill.m, fill.n)])
             return perf_counter() - started
 
         return where, per_second(fill.bytes, typical(once, seconds))

@@ -13,6 +13,7 @@ from oocgemm.machine.calibrate import storage_rates
 from oocgemm.machine.workbench import loading_seconds, rate_of
 from oocgemm.planning import Chunked, InMemory, Writing, default_model
 from oocgemm.stores.zarr_chunks import DirectChunks
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.timeline import Span
 from tests.support.fake_cuda import fake_cuda
 from tests.support.summing import summed  # noqa: F401  imports what the kernels of checksums need
@@ -124,6 +125,14 @@ def test_storage_is_measured_with_the_matrix_given(
     whole = "none", DEPTH
     assert measured == [whole, whole, ("none", DEPTH // 2), ("zstd", min(DEPTH, COLS // 4))]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rate_of_writes_includes_the_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Any] = []
+    monkeypatch.setattr(ZarrMatrix, "sync_blocks", lambda _, blocks: flushed.append(blocks))
+    calibrate._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
+    assert flushed
+    assert set(map(tuple, flushed)) == {(((0, ROWS), (0, COLS)),)}
 
 
 def test_files_that_are_read_are_in_the_page_cache(tmp_path: Path) -> None:
