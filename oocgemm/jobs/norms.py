@@ -17,7 +17,7 @@ import numpy as np
 from oocgemm.backends.base import Correction
 from oocgemm.errors import InputError
 from oocgemm.jobs.findings import once
-from oocgemm.jobs.stats import reduced
+from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.elements import missing_code
 from oocgemm.planning.tiling import Range

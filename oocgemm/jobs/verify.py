@@ -35,7 +35,7 @@ from oocgemm.jobs.operands import op_of, problem_of
 from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import check_complete, recorded_uplo
-from oocgemm.jobs.stats import MAX_THREADS, THREADS_PER_CORE
+from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of, readable, transformed
 from oocgemm.planning import DTYPES, GemmProblem, Op
 from oocgemm.planning.cover import GRAMS

@@ -14,8 +14,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs import stats
 from oocgemm.jobs import stats as module
+from oocgemm.jobs import streaming
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.transform import Transform
 from tests.support.suite import examples
@@ -48,7 +48,7 @@ def test_statistics_are_those_of_numpy(
         code = None
     x = np.where(lost, 0 if code is None else code, values).astype(dtype)
     small: Any = {"SLAB": 24, "INT8_SLAB": 24, "INT8_DEPTH": 8}
-    with patch.multiple(stats, BATCH_BYTES=piece, COLUMNS=8), patch.multiple(stats, **small):
+    with patch.multiple(streaming, BATCH_BYTES=piece, COLUMNS=8), patch.multiple(streaming, **small):
         found = oocgemm.stats(x, axis, missing=code, log1p=log1p)
     wide = np.log1p(values) if log1p else values
     kept = np.ma.masked_array(wide, lost)
@@ -68,7 +68,7 @@ def test_statistics_are_those_of_numpy(
 
 def test_large_means_do_not_cancel_in_variances() -> None:
     x = 1e9 + np.random.default_rng(0).standard_normal((3000, 5))
-    with patch.multiple(stats, BATCH_BYTES=1000), patch.multiple(stats, SLAB=64):
+    with patch.multiple(streaming, BATCH_BYTES=1000), patch.multiple(streaming, SLAB=64):
         found = oocgemm.stats(x)
     assert_allclose(found.std, x.std(0), rtol=1e-6)
 
@@ -82,7 +82,7 @@ def test_threads_and_memory_do_not_change_a_bit(axis: int, tmp_path: Path) -> No
         found = []
         for threads, memory in ((1, "1MiB"), (2, "1GiB"), (13, "1GiB")):
             limits: dict[str, Any] = {"MAX_THREADS": threads, "THREADS_PER_CORE": 9, "BATCH_BYTES": 9000}
-            with patch.object(module, "_load", lambda *place: None), patch.multiple(stats, **limits):
+            with patch.object(module, "_load", lambda *place: None), patch.multiple(streaming, **limits):
                 found.append(names(oocgemm.stats(source, axis, host_memory=memory)))
         for other in found[1:]:
             for name, value in other.items():
@@ -138,7 +138,7 @@ def test_without_extremes_variances_are_0_where_all_elements_are_equal(axis: int
     x[:20] = other
     x[:2] = rng.standard_normal((2, 300)) * 100
     matrix = ArrayMatrix("X", np.ascontiguousarray(x if axis == 1 else x.T))
-    with patch.multiple(stats, BATCH_BYTES=1000), patch.multiple(stats, SLAB=96, ROWS_SLAB=700):
+    with patch.multiple(streaming, BATCH_BYTES=1000), patch.multiple(streaming, SLAB=96, ROWS_SLAB=700):
         found = module.stats_of(matrix, axis, Transform(), 1 << 20, extremes=False)
         whole = module.stats_of(matrix, axis, Transform(), 1 << 20)
     assert_array_equal(found.variance == 0, np.arange(40) >= 20)
@@ -185,7 +185,7 @@ def test_a_failed_read_names_the_block_and_ends_the_threads() -> None:
     message = r"reading X\[\d+:\d+, 0:8\]: OSError: .*Input/output error"
     with (
         patch.object(ArrayMatrix, "read", read),
-        patch.object(stats, "BATCH_BYTES", 64),
+        patch.object(streaming, "BATCH_BYTES", 64),
         pytest.raises(ExecutionError, match=message),
     ):
         oocgemm.stats(np.ones((50, 16))[:, ::2])  # rows that are not contiguous are copied by `read`

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError, NotFoundError
-from oocgemm.jobs import stats
 from oocgemm.jobs import stats as counting
+from oocgemm.jobs import streaming
 from oocgemm.service.limits import PathError, Root, resolve
 from oocgemm.stores import genetics
 from tests.support.backends_here import ENGINES, Engine, running_on
@@ -87,7 +87,7 @@ def test_counted_genotypes_give_the_statistics_of_elements(
             content[last] |= 0xFF << 2 * (people % 4) & 0xFF
         path.write_bytes(content)
     matrix = genetics.open_bed("X", path)
-    with patch.object(counting, "_SLAB", slab), patch.object(stats, "BATCH_BYTES", 16):
+    with patch.object(counting, "_SLAB", slab), patch.object(streaming, "BATCH_BYTES", 16):
         counts = counting.genotype_counts(matrix, 1 << 20)
         found = oocgemm.stats(path, missing=-1)
     np.testing.assert_array_equal(counts, np.stack([(x == value).sum(0) for value in (0, 1, 2, -1)], 1))
