@@ -10,7 +10,7 @@ element steps a product has. Every place makes the next kind harder to add.
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,19 +20,13 @@ PACKAGE = TOP / "oocgemm"
 FLAGS = {"centered", "measured", "expands"}
 # Attributes of which a comparison with a name would ask for a kind, and the values that hold these kinds.
 NAMED = {"cover", "sink", "b"}
-# Files of kinds: each may know itself. `jobs/operands.py` and `jobs/verify.py` are the factories of sinks,
-# and `planning/search/`, `planning/problem.py` and `planning/plan.py` those of products.
+# Files of kinds: each may know itself. `jobs/request.py`, `jobs/operands.py`, `jobs/verify.py` and
+# `jobs/pca_passes.py` make sinks, and `planning/problem.py` makes products from records.
 OWN = (
-    *(
-        "stores/",
-        "planning/problem.py",
-        "planning/layout.py",
-        "planning/sinks.py",
-        "planning/cover.py",
-        "integrity/samples.py",
-    ),
+    *("stores/", "planning/problem.py", "planning/layout.py", "planning/sinks.py", "planning/cover.py"),
+    *("integrity/samples.py",),
     *("backends/host/finish.py", "backends/cuda/finisher.py", "backends/cuda/session.py"),
-    *("kernels/launches.py", "jobs/operands.py", "jobs/verify.py"),
+    *("kernels/launches.py", "jobs/operands.py", "jobs/verify.py", "jobs/request.py", "jobs/pca_passes.py"),
 )
 
 
@@ -45,15 +39,16 @@ def kinds() -> set[str]:
     for name in ("sinks", "cover"):
         found |= set(_classes(PACKAGE / "planning" / f"{name}.py"))
     for base in ("Layout", "Route", "Operand", "ElementStep"):
-        found |= _extensions(base)
+        found |= _extensions(base, (PACKAGE / "planning").glob("*.py"))
+    found |= _extensions("Into", [PACKAGE / "jobs" / "request.py"])
     return found - {"Matrix", "Store", "Sink", "Cover", "Alike"}
 
 
-def _extensions(base: str) -> set[str]:
-    """Return the names of the classes in planning that extend a class, directly or not."""
+def _extensions(base: str, files: Iterable[Path]) -> set[str]:
+    """Return the names of the classes in some files that extend a class, directly or not."""
     bases = {
         node.name: {each.id for each in node.bases if isinstance(each, ast.Name)}
-        for path in (PACKAGE / "planning").glob("*.py")
+        for path in files
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef)
     }

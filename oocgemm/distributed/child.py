@@ -195,7 +195,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     described = {"name": engine.name, "kernel": request.where.kernel} | engine.describe()
     known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described} | sliced
     try:
-        target = AttemptTarget if request.stores_c else StateTarget
+        target = AttemptTarget if request.into.stores_c else StateTarget
         _, log = execute(job, prefetch, origin, known, None, cancel, partial(target, folder=folder))
     finally:
         clean_up(folder)

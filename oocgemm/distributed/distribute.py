@@ -73,7 +73,7 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
         findings: Findings = {}
         with keeping(findings):
             open_operands(request, "host")
-            place = Path(request.c.path) if request.stores_c else Path(temporary)
+            place = Path(request.c.path) if request.into.stores_c else Path(temporary)
             survey = Survey(crew, request, findings, place)
             found = survey.run()
             check_alike(found.values())
@@ -114,7 +114,7 @@ def _check_places(request: Request) -> None:
             raise support.refusal(support.WORKERS, "operand in memory", name=name, kind=kind)
         if "://" not in operand and not stores.exists(operand):
             raise NotFoundError(f"{name}: there is nothing at {operand}")
-    if request.stores_c and request.c.kind is not PlaceKind.LOCAL:
+    if request.into.stores_c and request.c.kind is not PlaceKind.LOCAL:
         where = "a remote store" if request.c.kind is PlaceKind.REMOTE else "memory"
         raise support.refusal(support.WORKERS, "C elsewhere", where=where)
     if request.timeline is not None:
@@ -124,7 +124,7 @@ def _check_places(request: Request) -> None:
 def _places(request: Request) -> dict[str, Any]:
     """Return what the caller passed for A and B, and for D if the epilogue reads it."""
     d = further(request.epilogue)
-    found = dict(zip(request.names, (request.a.given, request.b.given), strict=True))
+    found = dict(zip(request.into.names, (request.a.given, request.b.given), strict=True))
     return found if d is None else found | {"D": stores.located("D", d)}
 
 

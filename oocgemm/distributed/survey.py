@@ -152,7 +152,7 @@ class Survey:
             raise InputError(
                 f"{where} does not see {nonce.parent}, where C would be: give paths on storage that all "
                 "workers share, mounted at the same place"
-                + ("" if self._given.request.stores_c else " (TMPDIR, for results in memory)")
+                + ("" if self._given.request.into.stores_c else " (TMPDIR, for results in memory)")
             )
         known = {field: answer[field] for field in WorkerFacts.__dataclass_fields__ if field in answer}
         return WorkerFacts(worker=name, **(known | {"cores": tuple(answer["cores"])}))

@@ -207,14 +207,11 @@ def conclude(job: PreparedRun, result: Matrix, facts: dict[str, Any], origin: in
 
         settle(job, result, retries, cancel)
     if _needs_samples(job):
-        from oocgemm.jobs.verify import check_pass, check_samples
+        from oocgemm.jobs.verify import check_result
 
         begun = perf_counter_ns()
-        if job.request.chain is None:
-            sampled = check_samples(job, result, retries, cancel)
+        if sampled := check_result(job, result, retries, cancel):
             facts["checks"] = (facts["checks"] or NOTHING_SUMMED) | sampled
-        else:
-            check_pass(job, result, retries, cancel)
         facts["sampling"] = [begun - origin, perf_counter_ns() - origin]
     _note(retries.made, facts["retried"])
 
@@ -222,7 +219,7 @@ def conclude(job: PreparedRun, result: Matrix, facts: dict[str, Any], origin: in
 def _needs_samples(job: PreparedRun) -> bool:
     """Return whether samples of the result are to be checked after the run."""
     problem, request = job.plan.problem, job.request
-    made = problem.checks_sums or request.selection is not None or request.chain is not None
+    made = problem.checks_sums or request.into.sampled
     return request.verify and made and 0 not in (problem.m, problem.n)
 
 

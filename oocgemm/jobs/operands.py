@@ -19,7 +19,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.jobs.norms import largest, squares
 from oocgemm.jobs.options import Transpose
-from oocgemm.jobs.request import Chain, Reduction, Request, Selection
+from oocgemm.jobs.request import Chain, Gram, Reduction, Request, Selection
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.transforming import (
@@ -333,14 +333,15 @@ def _moved(matrix: Matrix, k_axis: int, center: Array, dtype: str) -> Transforme
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
-    if request.gram:
-        return _open_gram(request, backend)
-    if request.selection is not None:
-        return _open_selection(request, request.selection, backend)
-    if request.chain is not None:
-        return _open_chain(request, request.chain)
-    if request.reduction is not None:
-        return _open_reduced(request, request.reduction, backend)
+    match request.into:
+        case Gram():
+            return _open_gram(request, backend)
+        case Selection() as selection:
+            return _open_selection(request, selection, backend)
+        case Chain() as chain:
+            return _open_chain(request, chain)
+        case Reduction() as reduction:
+            return _open_reduced(request, reduction, backend)
     a, b = stores.open_pair(("A", request.a.given), ("B", request.b.given), decode=request.decode)
     a, trans_a = by_rows(a, request.a.transform, op_of("trans_a", request.a.op), left=True)
     b, trans_b = by_rows(b, request.b.transform, op_of("trans_b", request.b.op), left=False)
@@ -374,10 +375,10 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
         x = transformed(x, change, trans, left=True)
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
     scalars = request.alpha, request.beta
-    problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
+    problem = gram_problem(x, request.into.uplo, *scalars, trans, other, request.compute, request.out_dtype)
     problem = _accumulated(problem, backend)
     problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
-    if request.gram == "full":
+    if request.into.uplo == "full":
         check_mirrored(request.epilogue)
     problem, x, _ = centered(problem, x, x, request)
     return x, x, _checked(request, problem, checksum_tier(backend, problem))
@@ -426,8 +427,8 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
         raise InputError(
             f"{name} is of dtype {a.dtype}, and complex numbers have no order: pass a real {name}"
         )
-    selection = request.selection
-    if same and selection is not None and selection.topk:
+    selection = request.into
+    if same and isinstance(selection, Selection) and selection.topk:
         rows = a.shape[int(trans.swaps)] if request.a.kept is None else len(request.a.kept)
         _check_topk(name, selection, rows)
     change = request.a.transform

@@ -33,7 +33,7 @@ from oocgemm.jobs.resume import Committer, Earlier
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
-from oocgemm.stores.arrays import RankedMatrix, Rule, SparseMatrix
+from oocgemm.stores.arrays import RankedMatrix, SparseMatrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.capabilities import DATA, SIDECAR, Durable, ResumableMatrix, sync_path
 from oocgemm.system.installed import __version__
@@ -281,10 +281,8 @@ def create_output(job: PreparedRun, folder: Folder | None = None) -> Matrix:
     if found is not None:
         stores.reserve(found)
         return found
-    problem, selection = job.plan.problem, job.request.selection
-    if selection is not None and not selection.topk:
-        least, scales = selection.least(problem), job.finishing.scales
-        rule = Rule(least, selection.absolute, selection.excludes_self, scales, problem.cover.halves)
+    problem = job.plan.problem
+    if (rule := job.request.into.rule(problem, job.finishing.scales)) is not None:
         score = numpy_dtype(problem.c_dtype)
         score = score["score"] if problem.sink.bounded else score
         limit = int(SPARSE_SHARE * available_memory())

@@ -390,10 +390,8 @@ class PreparedRun:
 
         It has the dtype of the accumulator.
         """
-        chosen = self.request.chain or self.request.reduction
-        if chosen is None or chosen.factor is None:
-            return None
-        return chosen.factor.astype(numpy_dtype(self.plan.problem.acc_dtype), copy=False)
+        found = self.request.into.factor
+        return None if found is None else found.astype(numpy_dtype(self.plan.problem.acc_dtype), copy=False)
 
     @property
     def read(self) -> dict[str, Matrix]:
@@ -434,7 +432,7 @@ def prepare(
         a, b = readable_both(request, problem, a, b, sweep_of(request, engine))
         if request.a.standardize == "scale" and 0 not in a.shape and earlier is None:
             check_constant(a, int(problem.trans_a.swaps), request.a.constant)
-        if request.selection is not None and request.selection.cosine:
+        if request.into.cosine:
             if request.a.standardize:
                 scales = factors(a)
             else:
@@ -473,7 +471,7 @@ def _output_of_part(
     Raises `InputError` if the operands, C or the arithmetic differ from those in the header of its journal.
     """
     c = None
-    if request.stores_c:
+    if request.into.stores_c:
         c = stores.open_matrix("C", request.c.source, writable=True, folder=earlier.folder)
     identity = _identity(request, problem, read, c, engine)
     check_same(earlier, identity, c, None, None, None, trust_operands=request.durability.trust_operands)
@@ -640,7 +638,7 @@ def _plan(
         of_c, pinned = existing.layout, _is_pinned(existing, engine)
     created = existing is None if output.resumed is None else output.resumed.header["created"]
     of_c = replace(of_c, writing=replace(of_c.writing, existing=not created)).in_run(
-        in_place=in_place and not (problem.finishes or problem.b.shares or request.selection),
+        in_place=in_place and request.into.in_place and not (problem.finishes or problem.b.shares),
         # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
         pinned=pinned and not (problem.cover.mirrored or problem.sink.merges),
     )

@@ -30,6 +30,7 @@ from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.tiling import Range, Shape
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.arrays import Rule
 from oocgemm.stores.base import Folder
 from oocgemm.stores.transform import Transform
 from oocgemm.system import cache
@@ -157,8 +158,61 @@ class Destination:
         return self.path or "memory"
 
 
+class Into:
+    """What becomes of C. The class attributes and properties are those of a product that is stored as it is.
+
+    - `feature`: what not every executor has (`support.HOLES`); "" for nothing.
+    - `stores_c`: whether C is stored. What is made of it otherwise is kept in memory.
+    - `sliced`: whether C may be a sum of products over slices of k.
+    - `sampled`: whether samples of the result are checked, even if checksums are all that C needs.
+    - `in_place`: whether C may be multiplied where it is stored.
+    - `refuses_missing`: whether missing genotypes of .bed files are errors, if nothing replaces them.
+    """
+
+    feature: ClassVar[str] = ""
+    stores_c: ClassVar[bool] = True
+    sliced: ClassVar[bool] = False
+    sampled: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
+    refuses_missing: ClassVar[bool] = True
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What error messages call A and B."""
+        return "A", "B"
+
+    @property
+    def uplo(self) -> str:
+        """The triangle of a Gram matrix that is stored, or "full"; "" if C is none."""
+        return ""
+
+    @property
+    def cosine(self) -> bool:
+        """Whether rows of op(A) are divided by their norms."""
+        return False
+
+    @property
+    def factor(self) -> Array | None:
+        """A matrix in memory that the product needs beside A and B; None without one."""
+        return None
+
+    def rule(self, problem: GemmProblem, scales: Array | None) -> Rule | None:
+        """Return which elements of C are collected in memory; None if not those above a threshold are.
+
+        `scales` are the numbers by which rows and columns of C are multiplied first.
+        """
+        return None
+
+
 @dataclass(frozen=True)
-class Selection:
+class AsIs(Into):
+    """C is stored."""
+
+    sliced: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Selection(Into):
     """Which elements of a product are kept.
 
     Attributes:
@@ -171,8 +225,9 @@ class Selection:
         same: whether op(B) is the transpose of op(A).
     """
 
-    feature: ClassVar[str] = ""
     stores_c: ClassVar[bool] = False
+    sampled: ClassVar[bool] = True
+    in_place: ClassVar[bool] = False
     topk: int = 0
     threshold: float = 0.0
     absolute: bool = False
@@ -199,9 +254,16 @@ class Selection:
         """Return the least score that a run keeps."""
         return self.threshold - self.margin(problem)
 
+    def rule(self, problem: GemmProblem, scales: Array | None) -> Rule | None:
+        """Return the rule of the threshold, if there is one."""
+        if self.topk:
+            return None
+        how = self.absolute, self.excludes_self, scales, problem.cover.halves
+        return Rule(self.least(problem), *how)
+
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class Chain(Into):
     """The two products ``X^T (X Q + 1 row)`` that are computed by one read of X (`planning.problem.Updated`).
 
     Attributes:
@@ -213,18 +275,24 @@ class Chain:
         rows: the rows of X that are multiplied, which begin at a border of chunks; None for all.
     """
 
-    feature: ClassVar[str] = "passes"  # of those that not every executor has
+    feature: ClassVar[str] = "passes"
     stores_c: ClassVar[bool] = False
-    names: ClassVar[tuple[str, str]] = ("X", "X")
+    sampled: ClassVar[bool] = True
+    refuses_missing: ClassVar[bool] = False
     columns: int
     row: Array
     factor: Array | None = None
     resident_bytes: int = 0
     rows: Range | None = None
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The operand is X."""
+        return "X", "X"
+
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
+class Reduction(Into):
     """What is stored in place of C: a reduction of its rows, or its product with V.
 
     Attributes:
@@ -236,10 +304,9 @@ class Reduction:
             of the diagonal are reduced. The epilogue makes others 0.
     """
 
-    feature: ClassVar[str] = ""
     stores_c: ClassVar[bool] = False
-    names: tuple[str, str]
-    same: bool
+    names: tuple[str, str] = ("A", "A")
+    same: bool = True
     kind: str = ""
     factor: Array | None = None
     width: int | None = None
@@ -259,13 +326,15 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Gram:
+class Gram(Into):
     """C is the product of op(X) and its conjugate transpose, of which a triangle is stored, or "full"."""
 
-    feature: ClassVar[str] = ""
-    stores_c: ClassVar[bool] = True
-    names: ClassVar[tuple[str, str]] = ("X", "X")
     uplo: str = "full"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The operand is X."""
+        return "X", "X"
 
 
 @dataclass(frozen=True)
@@ -357,7 +426,7 @@ class Request:
 
     Attributes:
         a, b: the operands. B is the same one as A in a Gram matrix, and may be if C is not stored.
-        into: what becomes of C. None: it is stored.
+        into: what becomes of C.
         epilogue: changes C before it is stored, selected or reduced.
         decode: if not, stored numbers are taken as they are, whatever the attributes of an operand declare
             (`oocgemm.stores.declared`).
@@ -368,7 +437,7 @@ class Request:
     a: Source
     b: Source
     c: Destination
-    into: Gram | Selection | Chain | Reduction | None = None
+    into: Into = AsIs()
     alpha: complex = 1.0
     beta: complex = 0.0
     epilogue: Epilogue = ()
@@ -400,23 +469,13 @@ class Request:
             "epilogue": bool(self.epilogue),
             "transform": self.a.transform is not None or self.b.transform is not None,
         }
-        into = () if self.into is None or not self.into.feature else (self.into.feature,)
-        return frozenset((*into, *(name for name, is_used in used.items() if is_used)))
-
-    @property
-    def stores_c(self) -> bool:
-        """Whether C is stored. What is made of it otherwise is kept in memory."""
-        return self.into is None or self.into.stores_c
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """What error messages call A and B."""
-        return ("A", "B") if self.into is None else self.into.names
+        used |= {self.into.feature: bool(self.into.feature)}
+        return frozenset(name for name, is_used in used.items() if is_used)
 
     @property
     def divides_k(self) -> bool:
         """Whether workers may compute slices of k, which are then added as they are."""
-        return self.into is None and not self.uses
+        return self.into.sliced and not self.uses
 
     @classmethod
     def of(cls, a: Any, b: Any, c: Destination, **options: Any) -> "Request":
@@ -449,26 +508,6 @@ class Request:
     def requests_by_operand(self) -> dict[str, int]:
         """The numbers of requests in flight that the user chose, by operand. Raises `InputError`."""
         return requests_of(self.requests)
-
-    @property
-    def gram(self) -> str:
-        """The triangle of a Gram matrix; "" if C is none."""
-        return self.into.uplo if isinstance(self.into, Gram) else ""
-
-    @property
-    def selection(self) -> Selection | None:
-        """Which elements of C are kept, if C is not stored."""
-        return self.into if isinstance(self.into, Selection) else None
-
-    @property
-    def chain(self) -> Chain | None:
-        """The two products that one read of X computes."""
-        return self.into if isinstance(self.into, Chain) else None
-
-    @property
-    def reduction(self) -> Reduction | None:
-        """What is stored in place of C."""
-        return self.into if isinstance(self.into, Reduction) else None
 
 
 # For each option that is part of a field: the field of `Request`, and the name there.

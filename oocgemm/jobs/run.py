@@ -348,7 +348,7 @@ def remember(job: PreparedRun, engine: Backend) -> None:
         return
     as_given = stores.in_memory(a) is request.a.given and stores.in_memory(b) is request.b.given
     # A correction and scales are computed from the elements of the operands.
-    if as_given and not request.gram and job.plan.steps and not job.has_numbers:
+    if as_given and not request.into.uplo and job.plan.steps and not job.has_numbers:
         key = _key(request) if engine.name == "cuda" else None
         if key is not None:
             if len(_recent) >= MAX_KEPT:
@@ -663,14 +663,15 @@ def run_side_by_side(requests: Sequence[Request], lanes: int, take: Callable[[Re
 
 def _check_genotypes(request: Request) -> None:
     """Raise `InputError` if a product would multiply the codes of missing genotypes in a .bed file."""
-    if not request.decode or request.a.impute or request.chain is not None or request.a.known is not None:
+    replaced = request.a.impute or request.a.known is not None
+    if replaced or not (request.decode and request.into.refuses_missing):
         return
-    names = ["X"] if request.gram else ["A", "B"]
+    names = ["X"] if request.into.uplo else ["A", "B"]
     for name, operand, transform in zip(
         names, (request.a.given, request.b.given), (request.a.transform, request.b.transform), strict=False
     ):
-        remedy = how_to_replace("" if request.gram else name)
-        if request.selection is not None or request.reduction is not None:
+        remedy = how_to_replace("" if request.into.uplo else name)
+        if not request.into.stores_c:
             remedy = "store a copy in which they are replaced"
         check_known(name, operand, transform, partial(memory_of, request), remedy)
 

@@ -34,6 +34,7 @@ from oocgemm.integrity.samples import SampledResult, Samples, read
 from oocgemm.jobs.operands import op_of, problem_of
 from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.prepare import PreparedRun
+from oocgemm.jobs.request import Chain, Selection
 from oocgemm.jobs.resume import check_complete, recorded_uplo
 from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of, readable, transformed
@@ -55,6 +56,14 @@ DEPTH, PRODUCTS = 1 << 14, 1 << 20
 BAND = 32
 
 
+def check_result(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
+    """Check the result of a run, and return what the report says of it. See `check_samples`."""
+    if isinstance(job.request.into, Chain):
+        check_pass(job, result, retries, cancel)
+        return {}
+    return check_samples(job, result, retries, cancel)
+
+
 def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
     """Check samples of the result of a run, and return how many, for the report.
 
@@ -62,14 +71,14 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
     operand cannot be read, and the error of `cancel`.
     """
     started = perf_counter()
-    problem, selection = job.plan.problem, job.request.selection
+    problem, selection = job.plan.problem, job.request.into
     memory = memory_of(job.request) // 4
     sides = (job.a, problem.trans_a), (job.b, problem.trans_b)
     oriented, distances = partial(Oriented, retries=retries), problem.measures_distances
     a, b = (oriented(_as_multiplied(x, distances=distances), op.swaps) for x, op in sides)
     made = SampledResult(problem.sink, stored=oriented(result))
     if isinstance(result, Collecting):
-        assert selection is not None
+        assert isinstance(selection, Selection)
         least = selection.threshold
         least = least if selection.margin(problem) else float(result.dtype.type(least))
         found = AtLeast(
@@ -132,8 +141,8 @@ def reading_again(retries: Retries, cancel: Cancel) -> Iterator[Callable[[], Non
 
 def check_pass(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> None:
     """Check the product of a pass of `pca` over X. Raises `ExecutionError` as `check_samples` does."""
-    chain, problem = job.request.chain, job.plan.problem
-    assert chain is not None
+    chain, problem = job.request.into, job.plan.problem
+    assert isinstance(chain, Chain)
     assert chain.factor is not None
     x = Oriented(job.a, not problem.trans_a.swaps, retries=retries)
     # A thread reads whole chunks, as few at a time as possible. Fewer threads are better than bands that are
@@ -164,8 +173,8 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
     Reads that were tried again are added to `retries`. Raises `ExecutionError` if an operand cannot be read,
     and the error of `cancel`.
     """
-    problem, selection = job.plan.problem, job.request.selection
-    assert selection is not None
+    problem, selection = job.plan.problem, job.request.into
+    assert isinstance(selection, Selection)
     near = selection.margin(problem)
     if not near:
         return

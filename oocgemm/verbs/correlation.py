@@ -117,7 +117,7 @@ def corr(
     request = request.with_operands(standardize="scale", impute=True)
     if not dry_run:
         request = with_constant(request, constant)
-    return outcome(request, selected if request.selection else lambda found: found, dry_run=dry_run)
+    return outcome(request, (lambda found: found) if request.into.stores_c else selected, dry_run=dry_run)
 
 
 def with_constant(request: Request, constant: str) -> Request:

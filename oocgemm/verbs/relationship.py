@@ -212,7 +212,7 @@ def _bytes_stored(request: Request, individuals: int, *, counts: bool) -> int:
     """Return how many bytes the matrix takes at least, and with `counts` also the numbers of variants."""
     if request.compressor not in (None, "none"):
         return 0
-    elements = individuals * (individuals + 1) // 2 if request.gram != "full" else individuals**2
+    elements = individuals * (individuals + 1) // 2 if request.into.uplo != "full" else individuals**2
     return (1 + counts) * 4 * elements
 
 
