@@ -38,7 +38,7 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 5. *Prepare* (lane `prepare`; emulated and transformed products only). The two panels of a step are split into
    int8 residues: `backends.cuda.emulated.Emulated.prepare` or `backends.host.residues.prepare`. Or a GPU
    transforms them: `backends.cuda.expander`. For a Gram matrix of one tile, it may first find the means and
-   scales of the transform in the panel: `backends.cuda.measurer`.
+   scales of the transform in the panel: `backends.cuda.expander.Measurer`.
 
 6. *Multiply* (lane `compute`). It adds the product of two panels to the tile on the device. There is one
    Multiply per step along k. The last steps of a tile have one Multiply per strip, so that a finished strip

@@ -187,6 +187,15 @@ class Transfers:
                         layout.requests, thread_name_prefix=f"oocgemm-requests-{name}"
                     )
 
+    @cached_property
+    def _mirrors(self) -> bool:
+        """Whether strips of C are mirrored at its diagonal, or cut there."""
+        return self._plan.problem.cover.halves and not self._plan.problem.sink.per_row
+
+    @cached_property
+    def _keeps_outside(self) -> bool:
+        return self._plan.setting.keeps_outside
+
     def read(self, operation: Operation, columns: Sequence[Array], on_part: OnPart | None = None) -> None:
         """Read a block from its store into `columns`, part by part.
 
@@ -211,13 +220,13 @@ class Transfers:
             return
         blocks, work = list(located(self._plan, operation, columns)), list[Work]()
         write: OnMatrix = self.write_part
-        if self._plan.problem.cover.halves and not self._plan.problem.sink.per_row:
+        if self._mirrors:
             complete(self._plan, operation, columns)
             below = mirrored(self._plan, operation, blocks)
             work = self._parts(operation, below, self._write_adjoint, copied=True)
             blocks = list(trimmed(self._plan, operation, blocks))
             write = self._write_triangle if self._plan.problem.triangle else write
-        copied = self._plan.setting.keeps_outside
+        copied = self._keeps_outside
         self._each(operation, self._parts(operation, blocks, write, copied=copied) + work, pool)
 
     def _frames(self, operation: Operation, slot: Array) -> list[Work]:
@@ -245,7 +254,7 @@ class Transfers:
         beyond = outside(triangle, rows, cols)
         if length(beyond):
             old = None
-            if self._plan.setting.keeps_outside:
+            if self._keeps_outside:
                 old = np.empty((length(rows), length(beyond)), matrix.dtype)
                 self.read_part(matrix, rows, beyond, old)
             replace_outside(triangle, rows, cols, part, old)

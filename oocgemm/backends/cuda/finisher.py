@@ -28,8 +28,8 @@ from oocgemm.backends.base import (
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.calls import upload
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
+from oocgemm.backends.cuda.expander import Measurer
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.backends.cuda.measurer import Measurer
 from oocgemm.backends.cuda.multiplier import int8_finish, int8_finisher
 from oocgemm.backends.cuda.pageable import Ring, Turn
 from oocgemm.kernels.launches import (
