@@ -325,6 +325,12 @@ class PcaPasses:
         if self._imputes:
             self.transform = replace(self.transform, missing=MISSING)
         self.dtype = _multiplied(self.matrix, self.transform)
+        kinds = {step.kind for step in self.transform.steps(None, "cols")}
+        if not kinds <= _FOLDED:
+            raise InputError(
+                f"the transform has {', '.join(kinds - _FOLDED)}, and principal components are computed of X "
+                "with means and scales alone: store a transformed copy"
+            )
         rows, cols = self.matrix.shape
         columns = min(columns, max(rows, cols))  # more have no use
         self._width = round_up(columns + 1, WIDTH)
@@ -584,6 +590,10 @@ class PcaPasses:
         raise ExecutionError(
             f"the elements of X are so large that X^T X overflows {self.dtype}: pass cast='float64'"
         )
+
+
+# Kinds of steps that a pass folds into Q, or does to elements together with these.
+_FOLDED = {"log1p", "impute", "center", "scale"}
 
 
 def _centered(transform: Transform, *, center: bool) -> Transform:

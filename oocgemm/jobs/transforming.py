@@ -314,7 +314,7 @@ def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Numbers, .
     numbers = list[Numbers]()
     for step in matrix.own_steps:
         u = given.get(step.kind)
-        if step.kind == "log1p":
+        if not step.axis:
             numbers.append(None)
         elif step.kind == "scale":
             scale = ones
@@ -481,16 +481,15 @@ def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelNumb
         if chain is None or not (operand.stored or problem.finds_numbers):
             continue
         if problem.finds_numbers:
-            found[name] = _measuring(chain)
+            found[name] = _MEASURED[type(chain)](chain)
         else:
             assert chain.numbers is not None, "the matrix was opened only to plan"
             found[name] = PanelNumbers(chain.numbers)
     return found
 
 
-def _measuring(matrix: SteppedMatrix) -> PanelNumbers:
+def _measuring(matrix: TransformedMatrix) -> PanelNumbers:
     """Return the numbers of an operand whose statistics the device finds, as far as they are given."""
-    assert isinstance(matrix, TransformedMatrix)
 
     def check(count: Array, total: Array, squares: Array) -> None:
         extent = matrix.shape[1 - matrix.k_axis]
@@ -499,3 +498,7 @@ def _measuring(matrix: SteppedMatrix) -> PanelNumbers:
         _numbers(matrix, Stats(count, extent - count, mean, variance, mean, mean))
 
     return PanelNumbers(_numbers(matrix, None), check)
+
+
+# What gives the numbers of views that are measurable.
+_MEASURED: dict[type[SteppedMatrix], Callable[..., PanelNumbers]] = {TransformedMatrix: _measuring}
