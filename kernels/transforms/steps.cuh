@@ -27,6 +27,10 @@ __device__ inline double element_impute_nan(double x, double stored, double u, c
     return stored != stored ? u : x;
 }
 __device__ inline double element_center(double x, double, double u, const step_t&) { return x - u; }
+// NaN stays NaN.
+__device__ inline double element_clip(double x, double, double, const step_t& s) {
+    return x != x ? x : fmin(fmax(x, s.first), s.second);
+}
 // Not contracted with a subtraction after it, so that bits are those of the host.
 __device__ inline double element_scale(double x, double, double u, const step_t&) {
 #ifdef __CUDA_ARCH__

@@ -37,6 +37,7 @@ KINDS = {
     "impute": StepKind("u where the stored element is the constant, or NaN if that is NaN; x elsewhere"),
     "center": StepKind("x - u"),
     "scale": StepKind("x u"),
+    "clip": StepKind("x, but at least the first constant and at most the second one", has_numbers=False),
     "correct": StepKind("x. The product is that of x - u, of integers x: C is corrected", deferred=True),
 }
 

@@ -43,11 +43,16 @@ def _scale(x: Array, step: ElementStep, u: Numbers) -> Array:
     return x
 
 
+def _clip(x: Array, step: ElementStep, u: Numbers) -> Array:
+    return np.clip(x, *step.constants, out=x)
+
+
 # `impute` needs the stored elements: see `apply`.
 _FORMS: dict[str, Callable[[Array, ElementStep, Numbers], Array]] = {
     "log1p": lambda x, step, u: np.log1p(x, out=x),
     "center": _center,
     "scale": _scale,
+    "clip": _clip,
     "correct": lambda x, step, u: x,
 }
 

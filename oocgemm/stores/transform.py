@@ -39,6 +39,8 @@ class Transform:
         scale: what is divided by: "k", the standard deviation of these elements (with the divisor n); "hwe",
             sqrt(2 p (1 - p)) with p = mean / 2, the standard deviation of genotypes 0, 1 and 2 in
             Hardy-Weinberg equilibrium; or an array; or None.
+        clip: (low, high): a result below `low` becomes `low`, and one above `high` becomes `high`. NaN stays
+            NaN.
         cast: dtype that is multiplied: float16, bfloat16, float32, float64 or int8. By default that of a
             floating-point operand; float32 for int8; float64 for int32 and int64. An int8 operand that is
             only imputed with 0 stays int8. An int8 operand may also be centred and stay int8, with
@@ -54,6 +56,7 @@ class Transform:
     center: Any = None
     scale: Any = None
     cast: str | None = None
+    clip: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         missing = self.missing
@@ -73,6 +76,8 @@ class Transform:
             raise InputError(
                 "scale = 'hwe' is for genotypes 0, 1 and 2, and log1p changes them: drop one of them"
             )
+        if self.clip is not None:
+            object.__setattr__(self, "clip", _limits(self.clip))
         if self.cast is not None:
             name = named_dtype(self.cast)
             if name not in CASTS:
@@ -98,7 +103,7 @@ class Transform:
     def is_plain(self) -> bool:
         """Whether elements stay what they are, except that missing ones become 0, and that C is corrected."""
         imputes = self.imputes_mean or isinstance(self.impute, np.ndarray)
-        kept = not (self.log1p or imputes) and self.scale is None
+        kept = not (self.log1p or imputes or self.clip) and self.scale is None
         return kept and (self.center is None or self.cast == "int8")
 
     @property
@@ -145,6 +150,8 @@ class Transform:
             rule = given if isinstance(given, str) else ""
             if given is not None:
                 found.append(ElementStep(kind, axis, STREAMED if rule else GIVEN, rule))
+        if self.clip is not None:
+            found.append(ElementStep("clip", constants=self.clip))
         return tuple(found)
 
     def result(self, name: str, stored: np.dtype[Any]) -> np.dtype[Any]:
@@ -192,6 +199,17 @@ def _shown(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{len(value)} numbers {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
     return str(value)
+
+
+def _limits(given: Any) -> tuple[float, float]:
+    """Return the two limits of `clip`. Raises `InputError` if they are none."""
+    try:
+        low, high = map(float, given)
+    except (TypeError, ValueError):
+        raise InputError(f"clip = {given!r}: pass two numbers, such as (-10, 10)") from None
+    if not low <= high:
+        raise InputError(f"clip = ({low:g}, {high:g}): pass a lower limit that is at most the upper one")
+    return low, high
 
 
 def _is_zero(value: Any) -> bool:

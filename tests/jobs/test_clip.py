@@ -1,0 +1,47 @@
+"""Transformed elements are clipped to limits, on every backend, before anything that follows."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oocgemm
+from oocgemm import Transform
+from oocgemm.errors import InputError
+from tests.support.backends_here import ENGINES, Engine, running_on
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_elements_are_clipped_after_they_are_scaled(engine: Engine, axis: int) -> None:
+    x = np.random.default_rng(2).integers(-9, 10, (31, 20)).astype(np.float32)
+    change = Transform(center=np.full(20, 1.0), scale=np.full(20, 0.5), clip=(-3, 4), cast="float64")
+    wide = np.clip((x - 1.0) * 2, -3, 4)
+    stored = x if axis == 0 else np.ascontiguousarray(x.T)
+    with running_on(engine) as options:
+        given: Any = {"axis": axis, "tile": "16x16x8", "transform": change, **options}
+        product = oocgemm.gram(stored, **given).out
+        coefficients = oocgemm.corr(stored, **given).out
+    np.testing.assert_array_equal(product, wide @ wide.T)
+    np.testing.assert_allclose(coefficients, np.corrcoef(wide), atol=1e-13)
+
+
+def test_nan_stays_and_infinities_are_limits() -> None:
+    x = np.array([[np.inf, -np.inf, 2.0], [0.0, 1.0, -np.inf]])
+    found = oocgemm.gemm(x, np.eye(3), transform_a=Transform(clip=(-1, 5)), backend="host").out
+    np.testing.assert_array_equal(found, [[5, -1, 2], [0, 1, -1]])
+    x[0, 0] = np.nan
+    found = oocgemm.gram(x, transform=Transform(clip=(-1, 5)), backend="host").out
+    assert np.isnan(found[0]).all()
+    assert found[1, 1] == 2
+
+
+@pytest.mark.parametrize("limits", [(2, 1), (0,), "ab", (float("nan"), 1)])
+def test_limits_that_are_none_are_refused(limits: Any) -> None:
+    with pytest.raises(InputError, match="clip = "):
+        Transform(clip=limits)
+
+
+def test_principal_components_are_not_those_of_clipped_elements() -> None:
+    with pytest.raises(InputError, match="the transform has clip"):
+        oocgemm.pca(np.ones((9, 5)), 2, transform=Transform(clip=(0, 1)), backend="host")
