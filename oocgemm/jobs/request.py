@@ -26,7 +26,7 @@ from oocgemm.jobs.options import (
 from oocgemm.jobs.steps import Epilogue, steps_of
 from oocgemm.planning import GemmProblem, Layout, Op, Plan, TileShape
 from oocgemm.planning.cover import GRAMS
-from oocgemm.planning.parts.slicing import Slicing
+from oocgemm.planning.parts.part import Slicing
 from oocgemm.planning.tiling import Range, Shape
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Array, Matrix
@@ -431,7 +431,7 @@ class Request:
         decode: if not, stored numbers are taken as they are, whatever the attributes of an operand declare
             (`oocgemm.stores.declared`).
         planned: the plan to run. Without one, the run is planned when it starts.
-        slicing: the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`).
+        slicing: the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.part`).
     """
 
     a: Source

@@ -12,10 +12,18 @@ from hypothesis import settings
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Budgets, InMemory, MachineModel, Plan, TileShape, default_model, make_plan
-from oocgemm.planning.parts.grids import divisions, grids
 from oocgemm.planning.parts.part import Part, divide, k_range
-from oocgemm.planning.parts.partition import CLOSE, MIN_GAIN, UNSURE, Partition, partition, scaling
-from oocgemm.planning.parts.storage import Storage
+from oocgemm.planning.parts.part_price import Storage
+from oocgemm.planning.parts.partition import (
+    CLOSE,
+    MIN_GAIN,
+    UNSURE,
+    Partition,
+    divisions,
+    grids,
+    partition,
+    scaling,
+)
 from tests.support.part_runs import simulated_seconds
 from tests.support.plan_cases import GIB, STORED, problem
 from tests.support.products import changed

@@ -9,9 +9,8 @@ from oocgemm.planning import Kind, Operation, Schedule, Setting, TileGrid
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.simulate import timed
 from oocgemm.planning.parts.part import Part, k_range
+from oocgemm.planning.parts.part_price import Storage, slice_setting
 from oocgemm.planning.parts.partition import Partition
-from oocgemm.planning.parts.price import slice_setting
-from oocgemm.planning.parts.storage import Storage
 from oocgemm.planning.plan import schedule_of
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.tiling import length

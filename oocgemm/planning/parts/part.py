@@ -1,20 +1,21 @@
-"""Parts: tiles of one shared plan, each part computed by one process.
+"""Parts: tiles of one shared plan, each part computed by one process, and slices of k.
 
 A part has the tiles in a rectangle of tiles. If only a triangle of C is computed, or if tiles of a row are
-merged, a part has whole rows of tiles (`bands`).
+merged, a part has whole rows of tiles (`bands`). All parts have the candidate of the shared plan: its tile
+shape, its depth of panels, its direction along k. So each element of C is summed in the same order, whichever
+process computes it, and has the same bits.
 
-All parts have the candidate of the shared plan: its tile shape, its depth of panels, its direction along k.
-So each element of C is summed in the same order, whichever process computes it, and has the same bits.
-
-If the plan splits k, a part computes its tiles over one range of steps only. The result is a partial product.
-C is the sum of the partial products of all ranges, in ascending order of k.
+If the plan splits k, a part computes its tiles over one range of steps only, a slice of k. The result is a
+partial product. C is the sum of the partial products of all slices, in ascending order of k. The partial
+products are one array, stacked along the rows: slice q has the rows from q * `Slicing.rows` on. So the slices
+are computed as one product, whose tiles each belong to one slice.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 
-from oocgemm.planning.tiling import Range, TileGrid, TileSet
+from oocgemm.planning.tiling import Range, TileGrid, TileSet, ceil_div, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +94,32 @@ def _even(count: int, pieces: int) -> Iterator[Range]:
     """
     pieces = min(pieces, count)
     return pairwise(count * piece // pieces for piece in range(pieces + 1)) if pieces else iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """The slices of a product's k.
+
+    `ranges` are the slices, in order. `rows` is the number of rows of a slice in the stacked partial
+    products: m, rounded up to whole tiles. `number` is the slice of which op(B) is read; None to read none.
+    """
+
+    ranges: tuple[Range, ...]
+    rows: int
+    number: int | None = None
+
+    @classmethod
+    def of(cls, grid: TileGrid, count: int) -> "Slicing":
+        """Divide the steps of a grid into `count` slices of nearly equal numbers of steps."""
+        ranges = (k_range(grid, steps) for steps in step_ranges(grid, count))
+        return cls(tuple(ranges), ceil_div(grid.m, grid.tile.m) * grid.tile.m)
+
+    @property
+    def depth(self) -> int:
+        """Extent of the longest slice. Shorter slices are extended by zeros."""
+        return max(map(length, self.ranges))
+
+    def stacked(self, part: Part, grid: TileGrid) -> Part:
+        """Return a part of the product as a part of the stacked partial products. `grid` is that of C."""
+        top = part.k_slice * grid.shape[0]
+        return replace(part, rows=(part.rows[0] + top, part.rows[1] + top))

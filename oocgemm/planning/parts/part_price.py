@@ -1,20 +1,74 @@
-"""Predict the seconds of one part, computed by one of several workers that share the storage."""
+"""Predict the seconds of parts, and of all of them, computed by workers that share the storage.
 
+The virtual clock runs a part with its worker's share of the storage's rates (`PartPrices`). `parts_seconds`
+follows all workers until the last part is done.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from oocgemm.planning.cost.clock import Prediction, predict
 from oocgemm.planning.cost.footprint import footprint
-from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.cost.machine import MachineModel, scaled
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.layout import Chunked, Writing
 from oocgemm.planning.parts.part import Part, k_range, step_ranges
-from oocgemm.planning.parts.storage import Storage
 from oocgemm.planning.plan import Plan
-from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.sinks import Stored
 from oocgemm.planning.tiling import ceil_div, length
+
+# Parts whose ends differ by less than this fraction of their time end together.
+TOGETHER = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Total rates of the storage, in bytes per second, for all workers together.
+
+    Workers that read at the same time get equal shares of `read`, and those that write get equal shares of
+    `write`. No worker is served faster than its machine model says.
+    """
+
+    read: float
+    write: float
+
+    @classmethod
+    def of(cls, machine: MachineModel, read: float | None = None) -> "Storage":
+        """Return the storage that delivers `read` bytes per second in total, by default to one worker.
+
+        Only total rates of reads are known to most users. A storage that can serve the reads of x workers at
+        their full rate is assumed to serve the writes of x workers too.
+        """
+        workers = 1.0 if read is None else read / machine.read
+        return cls(workers * machine.read, workers * machine.write)
+
+    def shared(self, machine: MachineModel, workers: int, part: float = 1.0) -> MachineModel:
+        """Return the model of a machine on which one of `workers` equal workers runs.
+
+        If the storage is too slow for all, the model's reads get a fraction `part` of the worker's share. The
+        uncompressed bytes of compressed chunks count as read, since their compressed size is not known.
+        """
+        share = self.read / workers
+        factors = {
+            "read": 1.0 if machine.read <= share else part * share / machine.read,
+            "write": min(1.0, self.write / workers / machine.write),
+        }
+        decode = min(machine.decode, share)
+        if decode == machine.decode and set(factors.values()) == {1.0}:
+            return machine
+        return replace(scaled(machine, factors), decode=decode)
+
+    def limits(self, machine: MachineModel, workers: int, lane: str) -> bool:
+        """Tell whether sharing the storage slows `lane` down ("read", "decode" or "write")."""
+        if lane not in ("read", "decode", "write", "encode"):
+            return False
+        total, own = (self.write, machine.write) if lane in ("write", "encode") else (self.read, machine.read)
+        if lane == "decode":
+            own = machine.decode
+        return total < workers * own
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +105,12 @@ def allows_k_split(plan: Plan) -> bool:
     return footprint(slice_setting(plan), plan.candidate).host_total <= plan.budgets.host
 
 
-def slice_problem(problem: GemmProblem) -> GemmProblem:
-    """Return the problem of which slices of k are computed: op(A) op(B) in the accumulator's dtype.
-
-    alpha and beta are applied when the slices are added.
-    """
-    return replace(problem, sink=Stored(problem.acc_dtype))
-
-
 def slice_setting(plan: Plan) -> Setting:
-    """Return the setting in which slices of k are computed: partial products are new arrays of raw chunks."""
-    problem = slice_problem(plan.problem)
+    """Return the setting in which slices of k are computed: op(A) op(B) in the accumulator's dtype.
+
+    Partial products are new arrays of raw chunks. alpha and beta are applied when they are added.
+    """
+    problem = replace(plan.problem, sink=Stored(plan.problem.acc_dtype))
     partial = Chunked(itemsize=problem.itemsizes["C"], writing=Writing(free=True))
     return replace(plan.setting, problem=problem, layouts=replace(plan.layouts, c=partial))
 
@@ -162,3 +211,83 @@ class PartPrices:
         # A Write that waits for the storage longer keeps the CPU cores busy no longer.
         prices.write_cpu_share *= machine.write / setting.machine.write
         return predict(prices.setting, candidate, prices)
+
+
+def longest_first(parts: Sequence[Part], prices: PartPrices) -> list[Part]:
+    """Order parts by their numbers of multiplications, the longest part first."""
+    return sorted(parts, key=lambda part: (-prices.size(part).volume, part.number))
+
+
+def rounds_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> float:
+    """Estimate the seconds until all parts are computed, as if all took as long as the first one."""
+    if not parts:
+        return 0.0
+    return ceil_div(len(parts), workers) * prices.time(prices.size(parts[0]), workers).seconds
+
+
+def parts_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> float:
+    """Predict the seconds until all parts are computed, the longest of which come first.
+
+    A worker that has completed a part begins the next one of `parts`. While w workers read and multiply, each
+    of their parts advances as if w equal workers shared the storage (`PartPrices.time`). While w workers
+    only write the last tiles of their parts, those share the storage among them. If writing limits the run,
+    all busy workers share it. For fewer workers than `workers`, only the first part is predicted. The others
+    are sped up by the same factor.
+    """
+    waiting = [prices.size(part) for part in reversed(parts)]
+    if not waiting:
+        return 0.0
+    longest = waiting[-1]
+    writes = prices.time(longest, workers).lane in ("write", "encode")
+    # What workers do: the part, whether it is in its tail, the fraction of that stage which remains to be
+    # done; and the number of workers that do the same.
+    running: Counter[tuple[PartSize, bool, float]] = Counter()
+    seconds, idle = 0.0, workers
+    while waiting or running:
+        for _ in range(min(idle, len(waiting))):
+            running[waiting.pop(), False, 1.0] += 1
+            idle -= 1
+        counts = [sum(n for (_, tail, _), n in running.items() if tail is stage) for stage in (False, True)]
+        if writes:
+            counts = [workers - idle] * 2
+        factors = [_speed(prices, longest, count, workers)[tail] for tail, count in enumerate(counts)]
+        lasts = {key: factors[key[1]] * _stages(prices, key[0], workers)[key[1]] for key in running}
+        step = min(left * lasts[key] for key in running for left in key[2:])
+        seconds += step
+        rest: Counter[tuple[PartSize, bool, float]] = Counter()
+        for key, count in running.items():
+            size, tail, left = key
+            after = left - step / lasts[key] if lasts[key] else 0.0
+            if after > TOGETHER:
+                rest[size, tail, after] += count
+            elif tail:
+                idle += count
+            else:
+                rest[size, True, 1.0] += count
+        running = rest
+    return seconds
+
+
+def _stages(prices: PartPrices, size: PartSize, workers: int) -> tuple[float, float]:
+    found = prices.time(size, workers)
+    return found.main, found.tail
+
+
+def _speed(prices: PartPrices, size: PartSize, count: int, workers: int) -> tuple[float, float]:
+    """Divide the times of the two stages of a part with `count` busy workers by those with `workers`."""
+    few, all_ = _stages(prices, size, max(1, count)), _stages(prices, size, workers)
+    return few[0] / all_[0] if all_[0] else 1.0, few[1] / all_[1] if all_[1] else 1.0
+
+
+def sum_seconds(plan: Plan, prices: PartPrices, k_slices: int) -> float:
+    """Predict the seconds to add the partial products of slices of k, and to write C.
+
+    One process adds them chunk by chunk: it reads the chunk of every slice (and the old C, if beta is not 0),
+    then it writes the chunk of C.
+    """
+    if k_slices == 1:
+        return 0.0
+    problem, machine = plan.problem, prices.storage.shared(plan.machine, 1)
+    elements, sizes = problem.m * problem.n, problem.itemsizes
+    read = elements * (k_slices * sizes["acc"] + (sizes["C"] if problem.reads_c else 0))
+    return read / machine.read + elements * sizes["C"] / machine.write
