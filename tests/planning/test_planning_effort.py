@@ -94,7 +94,7 @@ def test_the_search_counts_what_the_clock_runs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(planner, "predict", counted)
     monkeypatch.setattr(planner, "_faster", lambda plan: None)
     make_plan(problem(131_072, 131_072, 1024), Budgets(160 * MIB, 128 * MIB), default_model("cuda", 16))
-    assert len(ran) > 2
+    assert len(ran) > 1
     assert sum(ran[:-1]) * planner.OPERATION_SECONDS < planner.MAX_EFFORT
 
 

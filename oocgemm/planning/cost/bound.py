@@ -28,7 +28,7 @@ def shape_bound(prices: Prices, tile: TileShape) -> float:
     a = across * problem.m * depth * problem.itemsizes["A"]
     b = down * depth * problem.n * problem.itemsizes["B"]
     reuses = down * across - 1
-    compute = machine.multiply_seconds(problem.rate, problem.flops, m, n, k)
+    compute = prices.product(problem.flops, m, n, k)
     steps = down * across * grid.steps
     compute += steps * machine.step_latency
     store = max(prices.rate("read", "A", m, k), prices.rate("read", "B", k, n))

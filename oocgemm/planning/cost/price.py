@@ -29,9 +29,14 @@ ROW_RATES = (
     (1 << 10, 0.5, 0.5, 0.32),
 )
 WIDE = 128 << 10
-# Bytes per second at which a GPU copies within its memory: half of the bandwidth of H100s and H200s, which is
-# 3.4 and 4.8 TB/s.
-DEVICE_COPY = 2e12
+# Bytes per second at which an H200 copies int8 panels into the layout that cuBLAS requires. The rate of the
+# kernel includes one such copy per step, of a tile of PACKED_ROWS rows.
+PACKING, PACKED_ROWS = 9e11, 8192
+# An int8 product of so many rows takes twice the time per row of one with many rows. On the same GPU, tiles
+# of 256, 1024 and 4000 rows, 8000 columns and 120000 products per element took 1.7, 2.9 and 6.4 ms.
+NARROW_ROWS = 250
+# A C of float64 is summed by a kernel of its own, which takes so many times as long as sums in int32.
+INT32_SUMS = 10
 # Fraction of the time of a Write to storage during which a CPU core is busy.
 WRITE_CPU_SHARE = 0.25
 
@@ -54,7 +59,7 @@ class Prices:
         self.write_cpu_share = 1.0 if layouts.c.in_memory else WRITE_CPU_SHARE
         # The part of the copies during which the GPU multiplies, if each element is copied once.
         machine, sizes = setting.machine, self._sizes
-        multiplying = machine.multiply_seconds(problem.rate, problem.flops, max(1, m), max(1, n), max(1, k))
+        multiplying = self.product(problem.flops, max(1, m), max(1, n), max(1, k))
         up = k * (m * sizes["A"] + n * sizes["B"]) / machine.h2d
         copying = max(up, m * n * sizes["C"] / machine.d2h)
         self._busy = min(1.0, multiplying / copying) if copying else 1.0
@@ -119,6 +124,12 @@ class Prices:
         size = self._stored_bytes(rows, cols) if operand == "C" else self.bytes(operand, rows, cols)
         return self._routes[operand].staged(self.setting.machine, size, (rows, cols))
 
+    def product(self, flops: float, m: int, n: int, k: int) -> float:
+        """Return the seconds of `flops` operations, in products of m x k by k x n blocks in full waves."""
+        problem = self.setting.problem
+        depth = INT32_SUMS * k if problem.exact and problem.acc_dtype == "int32" else k
+        return self.setting.machine.multiply_seconds(problem.rate, flops, m, n, depth)
+
     def multiply(self, rows: int, of_rows: int, n: int, k: int) -> float:
         """Return the seconds of a Multiply of `rows` x k by k x n, a strip or the whole of `of_rows` rows."""
         key = rows, of_rows, n, k
@@ -138,12 +149,13 @@ class Prices:
             strip = rows < of_rows
             factor = STRIP_OVERHEAD if strip else machine.wave_quantization(problem.rate, m, n)
         flops = problem.step_flops(rows, n, k)
-        seconds = factor * machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
-        if problem.exact and rows < of_rows and not machine.unified and not problem.trans_b.swaps:
-            # Each Multiply copies a panel of B that is not contiguous along k (`cuda.multiplier`).
-            # The rate of the kernel includes one copy per step.
-            seconds += (1 - rows / of_rows) * k * n / DEVICE_COPY
-        return seconds
+        seconds = factor * self.product(flops, m, n, k)
+        if problem.exact and not machine.unified:
+            seconds *= 1 + NARROW_ROWS / rows
+            # Each Multiply copies panels that are not contiguous along k (`cuda.multiplier`).
+            packed = rows * k * problem.trans_a.swaps + k * n * (not problem.trans_b.swaps)
+            seconds += max(0.0, 1 - rows / PACKED_ROWS) * packed / PACKING
+        return seconds + machine.step_latency
 
     def prepare(self, m: int, n: int, k: int) -> float:
         """Return the seconds of a Prepare, which splits or transforms the panels of a step."""

@@ -101,7 +101,7 @@ def gram_candidates(
 
 def depths_of(prices: Prices) -> list[int]:
     """Return the depths of panels to try, in ascending order."""
-    setting, depths = prices.setting, Shapes(prices).depths()
+    setting, depths = prices.setting, Shapes(prices).depths
     every = setting.budgets.device - setting.machine.device_reserve < SCARCE_MEMORY
     narrow = setting.problem.cover.extent(setting.problem.m) < setting.problem.m
     return sorted(depths if narrow or every else depths[:DEPTHS_TRIED])

@@ -2,8 +2,8 @@
 
 Large tiles load fewer bytes. So C is divided into some numbers of tile rows. For each, tiles are as wide as
 memory permits, beside two panels of each operand, or beside all panels of a tile row or of a tile column; or
-they are a half, a quarter or an eighth as wide. The depth of panels is one of the two best. From the best of
-these shapes, the estimate of the time is improved by changing one decision at a time (`near`).
+they are a half or a quarter as wide. The depth of panels is the best one, or all or half of k. From the best
+of these shapes, the estimate of the time is improved by changing one decision at a time (`near`).
 
 The estimate has the prices of the clock, but treats a run as a few phases: the first panels, the tiles at the
 rate of the slowest lane, the waits at the start of a row of tiles, the end of the last tile. It differs from
@@ -16,6 +16,7 @@ products that are multiplied where their arrays are.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import ceil, inf, isqrt, lcm
 
 from oocgemm.planning import emulation
@@ -35,16 +36,19 @@ Ranked = tuple[float, TileShape, int]
 # Numbers of tile rows to try. With more than MANY, a tile takes at least the part 1 / MIN_PART of the device
 # memory. Tiles are as wide as memory permits, divided by each of WIDTHS.
 COUNTS, MANY, MIN_PART = (1, 2, 4, 8, 16, 32, 64, 128), 16, 32
-WIDTHS = (1, 2, 4, 8)
+WIDTHS = (1, 2, 4)
 # Numbers of strips of C to try if A, B and C are pinned. If memory is scarce, only many strips fit.
 STRIP_COUNTS = (8, 16, 32)
-# Depths (tile.k) to try for all dtypes, and further ones for int8. BEST_DEPTHS of them are, the best ones.
+# Depths (tile.k) to choose from for all dtypes, and further ones for int8. The best one is tried, and the
+# maximum depth divided by each of PARTS_OF_K.
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
-BYTE_DEPTHS, BEST_DEPTHS = (16384, 32768), 2
+BYTE_DEPTHS, PARTS_OF_K = (16384, 32768), (1, 2)
 # With less device memory for tiles than this, in bytes, all depths are tried.
 SCARCE_MEMORY = 1 << 20
 # The depth of panels is changed by these factors. Short rows of a panel are copied more slowly.
-DEPTH_FACTORS = (2, 0.5, 4)
+DEPTH_FACTORS = (2, 0.5)
+# A depth in `Shapes.depths` is taken instead of a changed one that differs by at most this part.
+NEAR_DEPTH = 0.05
 # The estimate is improved from this many shapes, as long as each change gains at least the part MIN_GAIN.
 STARTS, MIN_GAIN = 4, 0.002
 # Shapes of similar extents are likely to be misjudged alike. Each is ranked as if it took this much longer
@@ -54,10 +58,9 @@ ALIKE = 0.04
 HOPELESS = 1.3
 # This part of the time that a run would take if nothing overlapped is added to estimates.
 SERIAL = 0.05
-# Target bytes of a strip of C. Maximum number of strips of a tile if device and host share one memory, and
-# otherwise. Maximum number of steps that run strip by strip. Reads, Uploads and Multiplies per step. Share of
-# the host budget that caches panels.
-STRIP_BYTES, STRIPS, STAGED_STRIPS, MAX_DRAIN, PER_STEP, CACHING = 32 << 20, 3, 10, 16, 3.5, 0.97
+# Target bytes and maximum number of strips of C, as `slot_counts` chooses them; Reads, Uploads and Multiplies
+# per step; and the part of the host budget that caches panels.
+STRIP_BYTES, STRIPS, STAGED_STRIPS, PER_STEP, CACHING = 32 << 20, 3, 10, 3.5, 0.97
 # If A, B and C are multiplied in place, one product takes about CALL_SECONDS seconds, and has at least
 # MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
 CALL_SECONDS, MIN_CALL_ROWS = 0.5, 1024
@@ -103,9 +106,11 @@ class Shapes:
     def ranked(self, *, every_depth: bool = False) -> list[Ranked]:
         """Return (estimated seconds, tile shape, number of accumulators), the most promising ones first.
 
-        With `every_depth`, shapes are enumerated for all depths instead of the best ones.
+        With `every_depth`, shapes are enumerated for all depths.
         """
-        depths = self.depths()[: None if every_depth else BEST_DEPTHS]
+        depths = self.depths
+        if not every_depth:
+            depths = list(dict.fromkeys((depths[0], *(ceil_div(self._deepest, x) for x in PARTS_OF_K))))
         shapes = list(dict.fromkeys(self._enumerated(depths)))
         direct = [shape for shape in shapes if is_enqueued(self._setting, shape[0])]
         found = {shape: self.estimate(*shape) for shape in direct or shapes}
@@ -142,6 +147,7 @@ class Shapes:
             self._least = min(self._least, seconds)
         return self._known[tile, c]
 
+    @cached_property
     def depths(self) -> list[int]:
         """List the depths (tile.k) to try, best first.
 
@@ -221,7 +227,11 @@ class Shapes:
         return self._host - k * (on_a * m * self._a + on_b * n * self._b)
 
     def _neighbours(self, tile: TileShape, c: int) -> Iterator[Shape]:
-        for k in (min(ceil(tile.k * factor), self._k) for factor in DEPTH_FACTORS):
+        for factor in DEPTH_FACTORS:
+            k = min(ceil(factor * tile.k), self._k)
+            # Depths of whole chunks are better than those nearby.
+            near = min(self.depths, key=lambda depth: abs(depth - k))
+            k = near if abs(near - k) <= NEAR_DEPTH * k else k
             if min(DEPTHS) <= k <= self._deepest and k != min(tile.k, self._k):
                 yield replace(tile, k=k), c
         down, across = ceil_div(self._m, tile.m), ceil_div(self._n, tile.n)
@@ -243,9 +253,9 @@ class Shapes:
         m, n, k = tile.m, tile.n, min(tile.k, self._k)
         down, across, steps = ceil_div(self._m, m), ceil_div(self._n, n), ceil_div(self._k, k)
         size_a, size_b = m * k * self._a, k * n * self._b
-        own_a, own_b = min(2, steps) * size_a, min(2, steps) * size_b
-        free = self._memory - n * (c * m * self._acc + self._column_work(m)) - (m + n) * k * self._work
-        free -= own_a + own_b
+        own_a, own_b = 2 * size_a, 2 * size_b
+        used = n * (c * m * self._acc + self._column_work(m)) + (m + n) * k * self._work
+        free = self._memory - used - own_a - own_b
         if free < 0 or self._on_host(m, n, k) < 0:
             return inf
         step = prices.multiply(m, m, n, k) + (prices.prepare(m, n, k) if self._prepares else 0.0)
@@ -259,12 +269,11 @@ class Shapes:
         write = 0.0 if self._streams_c else prices.write(strip, n) * strips
         download = 0.0 if machine.unified else prices.download(strip, n) * strips
         out = max(write, download)
-        drain = max(1, min(steps, MAX_DRAIN, int(out / step) + 1, int(free / (size_a + size_b)) + 1))
-        # While the strips of a tile leave one by one, its last steps run, and the first ones of the next one.
+        # While the strips of a tile leave one by one, its last step runs, and the first one of the next tile.
         hidden = step * (1 - 1 / strips)
-        tail = max(out / strips, out - drain * hidden)
+        tail = max(out / strips, out - hidden)
         if c == 1 and down * across > 1:
-            each = max(each, each - min(2 * drain, steps) * hidden + (0.0 if self._finishes else out))
+            each += self._turn(m, n, k, step, strips, (out, download))
         # Seconds per byte to read, upload and stage panels.
         costs_a, costs_b = (
             (
@@ -281,9 +290,9 @@ class Shapes:
         faults = prices.accumulator_faults(m, n) * c + prices.faults("A", m, own_a // (m * self._a))
         faults += prices.faults("B", own_b // (n * self._b), n)
         host = max(0.0, self._caching - 3 * (size_a + size_b))
-        # The last steps, which run strip by strip, need all of their panels at the same time.
-        a = m * self._k * self._a, self._m * self._k * self._a, own_a + max(0, free - (drain - 1) * size_b)
-        b = n * self._k * self._b, self._n * self._k * self._b, own_b + max(0, free - (drain - 1) * size_a)
+        # Whole panels are cached.
+        a = m * self._k * self._a, self._m * self._k * self._a, own_a + free // size_a * size_a
+        b = n * self._k * self._b, self._n * self._k * self._b, own_b + free // size_b * size_b
         least = inf
         for lines, others, kept, passing, costs, costs_passing in (
             (down, across, a, b, costs_a, costs_b),
@@ -325,6 +334,23 @@ class Shapes:
             least = min(least, total + SERIAL * serial)
         return least
 
+    def _turn(
+        self, m: int, n: int, k: int, step: float, strips: float, leaving: tuple[float, float]
+    ) -> float:
+        """Estimate how much longer a tile takes with one accumulator, which the tile before it must leave.
+
+        `step` is the time of a step, and `strips` the number of strips. `leaving` are the seconds until
+        the tile has left, and until it has left the device.
+        """
+        turning, strip = min(2, ceil_div(self._k, k)), int(m / strips)
+        by_strips = strips * self._prices.multiply(strip, m, n, k) - step
+        if self._finishes:
+            return turning * max(0.0, by_strips)
+        # Host slots for a whole tile of C free the accumulator before it has been written.
+        waits = self._setting.machine.unified or 2 * m * n * self._c > self._host
+        hidden = turning * step * (1 - 1 / strips)
+        return turning * max(0.0, by_strips) + max(0.0, leaving[0 if waits else 1] - hidden)
+
     def _strip(self, tile: TileShape) -> int:
         """Return about how many rows the strips have in which C leaves the device."""
         strips = STRIPS if self._setting.machine.unified else STAGED_STRIPS
@@ -347,7 +373,7 @@ class Shapes:
         )
         if self._on_host(m, n, k) < 0:
             return inf
-        compute = machine.multiply_seconds(problem.rate, problem.flops, m, n, k)
+        compute = self._prices.product(problem.flops, m, n, k)
         links = ("read",) if machine.unified else ("read", "h2d")
         rate = min(self._prices.rate(x, *panel) for x in links for panel in (("A", m, k), ("B", k, n)))
         copied = self._m * self._n * self._k * self._a * (1 / m + 1 / n) / rate
@@ -362,19 +388,16 @@ _Times = tuple[float, float]
 
 
 def _loads(lines: int, others: int, kept: _Sizes, passing: _Sizes, host: float) -> tuple[_Times, _Times]:
-    """Estimate how many times two operands are uploaded and read, line by line or in bands of lines.
+    """Estimate how many times two operands are uploaded and read, line by line.
 
     There are `lines` lines of `others` tiles. The panels of a line of `kept` are cached before those of
     `passing`. `host` is the memory that caches panels on the host.
     """
-    (line, _, room), (column, whole, room_passing) = kept, passing
+    (line, _, room), (_, whole, room_passing) = kept, passing
 
     def times(room: float, rest: float) -> _Times:
         hit = min(1.0, room / line)
         again = 1 + (lines - 1) * (1 - min(1.0, max(0.0, rest - hit * line) / whole))
-        bands = ceil_div(lines, max(1, int((room - column) // line)))
-        if others > 1 and bands < min(lines, again):
-            return 1.0, float(bands)
         return 1 + (others - 1) * (1 - hit), again
 
     uploads = times(room, room_passing)

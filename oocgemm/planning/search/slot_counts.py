@@ -22,8 +22,6 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # Target size in bytes of a strip, the rows of a tile that are downloaded together. Larger strips start to be
 # written later. Smaller ones do not reach the full rate of the link.
 STRIP_BYTES = 32 << 20
-# The same for strips that a GPU downloads to a pinned array: one operation each, which is only enqueued.
-DIRECT_STRIP_BYTES = 8 << 20
 # Tensor cores multiply so fast that thinner strips of C pay more: such a strip has this many waves of thread
 # blocks of `TENSOR_BLOCK` elements. With 1.2 waves, 20480^3 in bfloat16 took 50 ms, with 4.8 waves 42 ms.
 STRIP_WAVES, TENSOR_BLOCK, TENSOR_DTYPES = 4, 128 * 256, ("float16", "bfloat16")
@@ -36,14 +34,9 @@ STAGED_STRIPS = 10
 # of them.
 HOST_SHARE = 400
 MAX_STRIPS = 64
-# Maximum number of steps of a tile that run strip by strip. Each needs buffers for its two panels.
-MAX_DRAIN = 16
 # Minimum size of a large chunk, in bytes. For large chunks, more threads are used (`io_threads`). For smaller
 # ones, more threads do not help: most of the time is taken by opening and closing files.
 LARGE_CHUNK = 8 << 20
-# On the device, panels of this many bands of tiles are cached if memory is left: those of the next band are
-# loaded before it begins.
-AHEAD = 2
 # Device slots per operand for blocks of a pageable array, if at least half of the device budget is left then.
 # Several of its blocks are copied at the same time: one alone does not keep all threads and the link busy.
 PAGEABLE_SLOTS = 4
@@ -111,9 +104,8 @@ def slot_counts(
 ) -> Iterator[tuple[float, Candidate]]:
     """Yield candidates that have the tile shape `tile`, `c` accumulators and `io_threads` I/O threads.
 
-    Each is yielded with a lower bound on its seconds. The candidates differ in their traversals and in their
-    numbers of slots for panels. Slots beyond the minimum numbers are added by the rule that `_filled`
-    explains.
+    Each is yielded with a lower bound on its seconds. The candidates differ in their traversals, and in
+    whether the host caches panels. `_filled` adds slots beyond the minimum numbers.
     """
     setting = prices.setting
     problem, machine = setting.problem, setting.machine
@@ -125,120 +117,54 @@ def slot_counts(
     grid = TileGrid.of(problem, tile)
     (down, across), steps = grid.shape, grid.steps
     free, host_free = memory.free(base)
-    base = _draining(prices, tile, base, steps, free, size)
     # With host slots for a whole tile of C, the GPU need not wait until a tile has been written to storage.
     whole = ceil_div(extents(problem, tile)[0], base.strip) + 1
     if base.host_c and machine.write < machine.d2h and whole * size["host", "C"] <= host_free // 2:
         base = replace(base, host_c=max(whole, base.host_c))
     free, host_free = memory.free(base)
-    caches = down * across > 0 and setting.host_caches_panels
     device = size["device", "A"], size["device", "B"]
     checks = panel_checksum_bytes(problem, tile, base.strip)
     on_host_bytes = (
         0 if base.host_a == 0 else size["host", "A"] + checks[0],
         0 if base.host_b == 0 else size["host", "B"] + checks[1],
     )
-    room, ordered = free if machine.unified else host_free, problem.sink.merge == ORDERED
+    ordered = problem.sink.merge == ORDERED
     for axis in (0, 1) if min(down, across) > 1 else (0,):
-        # Numbers of slots for panels: a and b, host_a and host_b.
-        found: dict[tuple[Traversal, tuple[int, int], tuple[int, int]], None] = {}
-        for band in _bands(down, across, axis, steps, room, size, spills=caches):
-            # Sums of rows are added in ascending order of columns, whatever computes them.
-            traversal = Traversal(axis, band, turns=axis == 1 or not ordered)
-            if ordered and not traversal.ascends:
-                continue
-            panels = _filled(
-                base.a, base.b, free, *device, down, across, steps, traversal, 1 if machine.unified else AHEAD
-            )
-            if caches:
-                least = base.host_a, base.host_b, host_free, *on_host_bytes
-                on_hosts = _filled(*least, down, across, steps, traversal)
-                found[traversal, panels, on_hosts] = None
-            found[traversal, panels, (base.host_a, base.host_b)] = None
+        # Sums of rows are added in ascending order of columns, whatever computes them.
+        traversal = Traversal(axis, turns=axis == 1 or not ordered)
+        if ordered and not traversal.ascends:
+            continue
+        lines = down, across, steps, axis
+        a, b = _filled(base.a, base.b, free, *device, *lines)
+        lean = Candidate(tile, replace(base, a=a, b=b), traversal, io_threads)
+        least = bound(prices, lean)
         # More panels in host slots save reads, but the first uses of the slots cause page faults.
-        bounds = dict[Candidate, float]()
-        for traversal, (a, b), (host_a, host_b) in found:
-            slots = replace(base, a=a, b=b, host_a=host_a, host_b=host_b)
-            x = Candidate(tile, slots, traversal, io_threads)
-            bounds[x] = bound(prices, x)
-        fewest = min(map(_host_slots, bounds))
-        lean = (x for x in bounds if _host_slots(x) == fewest)
-        for x in dict.fromkeys(min(some, key=bounds.__getitem__) for some in (bounds, lean)):
-            yield bounds[x], x
-
-
-def _host_slots(candidate: Candidate) -> int:
-    return candidate.slots.host_a + candidate.slots.host_b
+        if down * across and setting.host_caches_panels:
+            host_a, host_b = _filled(base.host_a, base.host_b, host_free, *on_host_bytes, *lines)
+            caching = replace(lean, slots=replace(lean.slots, host_a=host_a, host_b=host_b))
+            seconds = bound(prices, caching)
+            if seconds < least:
+                yield seconds, caching
+        yield least, lean
 
 
 def _filled(
-    a: int,
-    b: int,
-    free: int,
-    a_size: int,
-    b_size: int,
-    down: int,
-    across: int,
-    steps: int,
-    traversal: Traversal,
-    ahead: int = 1,
+    a: int, b: int, free: int, a_size: int, b_size: int, down: int, across: int, steps: int, axis: int
 ) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `a` and `b` are the minimum numbers of slots. The panels that are used again soonest get memory first.
-    With `ahead` = 2, those of the next band get what is left, so that they are loaded before it begins.
+    `a` and `b` are the minimum numbers of slots. The panels that are used again soonest get memory first:
+    those of a tile row (axis 0) or of a tile column (axis 1), then all panels of the other operand.
     """
-    if traversal.axis == 1:
-        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, ahead)
+    if axis == 1:
+        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, 0)
         return a, b
-    band = min(traversal.band, down)
-    # In a band of several tile rows, the next tile uses the same panels of B. The panels of A are not used
-    # again until the next tile column.
-    wanted = [("a", band * steps), ("b", across * steps)]
-    if ahead > 1 and band < down:
-        wanted.append(("a", min(ahead * band, down) * steps))
-    if band > 1:
-        wanted.insert(0, ("b", steps))
-    for operand, count in wanted:
-        if operand == "a" and across > 1 and a_size:
-            more = max(0, min(count - a, free // a_size))
-            a, free = a + more, free - more * a_size
-        elif operand == "b" and down > 1 and b_size:
-            more = max(0, min(count - b, free // b_size))
-            b, free = b + more, free - more * b_size
+    if across > 1 and a_size:
+        more = max(0, min(steps - a, free // a_size))
+        a, free = a + more, free - more * a_size
+    if down > 1 and b_size:
+        b += max(0, min(across * steps - b, free // b_size))
     return a, b
-
-
-def _bands(
-    down: int,
-    across: int,
-    axis: int,
-    steps: int,
-    free: int,
-    size: dict[tuple[str, str], int],
-    *,
-    spills: bool,
-) -> list[int]:
-    """List the numbers of tile rows (or columns) per band to try.
-
-    They are 1 and the largest number for which all panels of a band fit into `free` bytes. With `spills`,
-    larger bands are tried too: panels that do not fit on the host may be cached on the device.
-    """
-    if min(down, across) <= 1:
-        return [1]
-    rows = (down, across)[axis]
-    kept, passing = ("A", "B") if axis == 0 else ("B", "A")
-    panels = max(1, size["host", kept])
-    row = free // max(1, steps)
-    # The minimum numbers of bands for which the panels of a band fit into `free` bytes: with room for a tile
-    # column (or row) of panels of the other operand, and without.
-    fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
-    if not spills:
-        fewest = {max(fewest)}
-    else:
-        fewest |= {max(1, min(fewest) - 1)}
-    # A single band is the traversal along the other axis.
-    return sorted({1, *(band for count in fewest if (band := ceil_div(rows, count)) < rows)})
 
 
 def _min_slots(memory: FreeMemory, c: int) -> Slots | None:
@@ -253,8 +179,7 @@ def _min_slots(memory: FreeMemory, c: int) -> Slots | None:
     row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
     # Strips (blocks of rows) should be large, since each takes several operations. Smaller ones are tried if
     # memory is scarce.
-    strip_bytes = DIRECT_STRIP_BYTES if setting.enqueues else STRIP_BYTES
-    wanted = max(strip_bytes // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
+    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if setting.enqueues and problem.a_dtype in TENSOR_DTYPES:
         wave = machine.multiprocessors * TENSOR_BLOCK
         wanted = max(wanted, STRIP_WAVES * wave // min(tile.n, problem.n))
@@ -265,7 +190,7 @@ def _min_slots(memory: FreeMemory, c: int) -> Slots | None:
     max_rows = tile.m
     if setting.host_caches_panels and not (problem.sink.per_row or problem.b.one_tile):
         max_rows = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.m, MAX_STRIPS))
-    sizes = (wanted, strip_bytes // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
+    sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted(
         {min(round_up(max(1, min(rows, max_rows)), unit), tile.m) for rows in sizes}, reverse=True
     )
@@ -292,42 +217,6 @@ def _min_slots(memory: FreeMemory, c: int) -> Slots | None:
                 if free >= least and host_free >= 0:
                     return slots
     return None
-
-
-def _draining(
-    prices: Prices,
-    tile: TileShape,
-    base: Slots,
-    steps: int,
-    free: int,
-    size: dict[tuple[str, str], int],
-) -> Slots:
-    """Choose how many of a tile's last steps run strip by strip (`Slots.drain`), and add buffers for them.
-
-    These steps hide the download of the tile, or its writing if device and host share one memory. Choose the
-    fewest steps that take longer than that, within two limits: `MAX_DRAIN`, and the number whose panels fit
-    into `free` bytes of the device.
-    """
-    problem, machine = prices.setting.problem, prices.setting.machine
-    m, n, k = extents(problem, tile)
-    flops = problem.step_flops(m, n, k)
-    # Emulated products keep the default, one step: several steps would need the residues of all their panels
-    # at the same time, and only two steps have slots for residues. Of selected elements, few are downloaded.
-    # The single tile of a chained problem is one strip.
-    if not flops or problem.planes or not problem.sink.stores_c or problem.b.one_tile:
-        return base
-    step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
-    down = prices.rate("d2h", "C", base.strip, n)
-    seconds = m * n * problem.itemsizes["C"] / (machine.write if base.unified else down)
-    several = m < problem.m or n < problem.n
-    wanted = min(steps, MAX_DRAIN, int(seconds / step) + 1)
-    for drain in range(wanted, 1, -1):
-        a = b = drain + 1 if several else drain
-        planes = drain + 1 if problem.expanded_itemsize else 0
-        more = (a - base.a, "A"), (b - base.b, "B"), (planes - base.planes, "P")
-        if sum(count * size["device", operand] for count, operand in more) <= free:
-            return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain, planes=planes)
-    return base
 
 
 def io_threads(setting: Setting) -> int:
