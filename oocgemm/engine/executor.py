@@ -544,7 +544,7 @@ class Run:
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token | Callable[[], Token]:
         """Submit an operation that runs on the device to the backend."""
         begun = self._begun.pop(operation, None) if self._begun else None
-        if begun is not None and self._verifier is None:
+        if begun is not None and not callable(begun) and self._verifier is None:
             return begun
         host = self._host_block(operation)
         if begun is not None:
