@@ -242,7 +242,7 @@ class Run:
         self._in_flight: SimpleQueue[Item | None] = SimpleQueue()
         self._all_submitted = threading.Event()
         # Of a short run: copies of pageable memory that have begun, and what the thread is prepared for.
-        self._copying: deque[tuple[Item, Callable[[], Token]]] = deque()
+        self._copying: dict[Completion, tuple[Operation, Callable[[], Token]]] = {}
         self._entered: Stream | None = None
         self._worker = ExitStack()
         self._ended = 0
@@ -334,8 +334,17 @@ class Run:
         self._step(item, self._submit)
 
     def _end_copy(self) -> None:
-        """Wait until the block of pageable memory whose copy began first has been read or written."""
-        (operation, _, completion), ended = self._copying.popleft()
+        """Wait until a block of pageable memory has been read or written.
+
+        It is the block that the earliest operation waits for, which lets the GPU go on: blocks of C whose
+        copies began before may take longer. If there is none, it is the block whose copy began first.
+        """
+        heads = (
+            items[0] for items in self._unstarted.values() if items and items[0][0].kind is not Kind.WRITE
+        )
+        _, waits = min(((item[2].number, item[1]) for item in heads), default=(0, ()))
+        completion = next(filter(self._copying.__contains__, waits), next(iter(self._copying)))
+        operation, ended = self._copying.pop(completion)
         try:
             completion.token = ended()
         except BaseException as error:
@@ -486,7 +495,7 @@ class Run:
                     if not callable(token):
                         completion.token = token
                     elif self._alone:
-                        self._copying.append((item, token))
+                        self._copying[completion] = operation, token
                         self._in_flight.put(item)
                         return
                     else:

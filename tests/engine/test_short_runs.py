@@ -111,39 +111,61 @@ def test_a_long_run_starts_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == {"oocgemm-compute-0"}
 
 
-def test_every_copy_that_can_begin_does_so_before_the_run_waits_for_one(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The threads of the ring would otherwise be idle while a product is submitted."""
-    plan = oocgemm.plan(A, B, tile="20x50x30", **CUDA)
-    two = replace(plan.candidate, slots=replace(plan.slots, c=2))  # accumulators
-    plan = replace(plan, candidate=two)
+@pytest.fixture
+def events(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of a session's methods, and the ends of the copies that it began, as text."""
     backends.open_backend("cuda")  # imports the session's module
     session = sys.modules["oocgemm.backends.cuda.session"].CudaSession
-    begin, submit, events = session.begin, session.submit, list[str]()
+    begin, submit, found = session.begin, session.submit, list[str]()
 
     def begun(self: Any, operation: Any, host: Any, after: Any) -> Any:
-        events.append(f"begin {operation.kind}")
+        found.append(f"begin {operation.kind}")
         ended = begin(self, operation, host, after)
 
         def end() -> Any:
-            events.append(f"end {operation.kind}")
+            found.append(f"end {operation.kind}")
             return ended()
 
         return end
 
     def submitted(self: Any, operation: Any, host: Any, after: Any) -> Any:
-        events.append(str(operation.kind))
+        found.append(str(operation.kind))
         return submit(self, operation, host, after)
 
     monkeypatch.setattr(session, "begin", begun)
     monkeypatch.setattr(session, "submit", submitted)
-    result = plan.run()
+    return found
+
+
+def with_accumulators(tile: str, count: int) -> oocgemm.Plan:
+    """Plan A @ B with a number of accumulators."""
+    plan = oocgemm.plan(A, B, tile=tile, **CUDA)
+    candidate = replace(plan.candidate, slots=replace(plan.slots, c=count))
+    return replace(plan, candidate=candidate)
+
+
+def test_every_copy_that_can_begin_does_so_before_the_run_waits_for_one(
+    device: Device, events: list[str]
+) -> None:
+    """The threads of the ring would otherwise be idle while a product is submitted."""
+    result = with_accumulators("20x50x30", 2).run()
     np.testing.assert_array_equal(result.out, A @ B)
     uploads = events.count("begin upload")
     assert events.count("multiply") == 2
     assert events[:uploads] == ["begin upload"] * uploads
     assert events[-2:] == ["end download"] * 2  # the second product does not wait for the first tile
+    device.check()
+
+
+def test_a_product_waits_for_its_panels_alone(device: Device, events: list[str]) -> None:
+    """Blocks of C that are still being copied do not keep the GPU from the next product."""
+    plan = with_accumulators("5x50x30", 8)
+    result = plan.run()
+    np.testing.assert_array_equal(result.out, A @ B)
+    assert plan.slots.a < plan.steps == events.count("multiply") == 8
+    last = len(events) - events[::-1].index("multiply")
+    late = events.index("begin upload", events.index("begin download"))  # a panel that finds a slot late
+    assert late < last < events.index("end download")
     device.check()
 
 
