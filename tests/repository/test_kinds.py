@@ -5,14 +5,9 @@ import ast
 import kinds  # type: ignore[import-not-found]
 import pytest
 
-# Places that still do. Nothing may be added here.
-ALLOWED = {"assert isinstance(matrix, TransformedMatrix)"}
-
 
 def test_no_shared_module_tests_for_a_kind() -> None:
-    places = list(kinds.places())
-    assert [f"{name}:{line}: {text}" for name, line, text in places if text not in ALLOWED] == []
-    assert {text for _, _, text in places} == ALLOWED, "delete what is not needed any more"
+    assert [f"{name}:{line}: {text}" for name, line, text in kinds.places()] == []
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,11 @@ ALIKE = 0.04
 HOPELESS = 1.3
 # This part of the time that a run would take if nothing overlapped is added to estimates.
 SERIAL = 0.05
-# Target bytes and maximum number of strips of C, as `slot_counts` chooses them; Reads, Uploads and Multiplies
-# per step; and the part of the host budget that caches panels.
-STRIP_BYTES, STRIPS, STAGED_STRIPS, PER_STEP, CACHING = 32 << 20, 3, 10, 3.5, 0.97
+# Target bytes and maximum number of strips of C, and the bytes of thin ones, as `slot_counts` chooses them;
+# operations per step, and per strip without and with a Finish; and the part of the host budget that caches
+# panels.
+STRIP_BYTES, STRIPS, STAGED_STRIPS, THIN_STRIP_BYTES = 32 << 20, 3, 10, 1 << 20
+PER_STEP, PER_STRIP, CACHING = 3.5, (1, 4), 0.97
 # If A, B and C are multiplied in place, one product takes about CALL_SECONDS seconds, and has at least
 # MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
 CALL_SECONDS, MIN_CALL_ROWS = 0.5, 1024
@@ -88,6 +90,7 @@ class Shapes:
         self._memory = int(
             (self._setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem))
         )
+        self._finish_slots = 0 if machine.unified or problem.sink.per_row else problem.finish_slots
         if problem.sink.per_row:
             self._memory -= problem.sink.count(self._m, 0) * self._c + scale_bytes(problem)
             self._memory -= factor_bytes(problem) + epilogue_bytes(problem)
@@ -199,7 +202,7 @@ class Shapes:
             tile_m = _divided(self._m, count, self._units_m)
             if count > MANY and tile_m * (self._n * self._acc + self._k * self._b) * MIN_PART < self._memory:
                 break
-            found[tile_m] = None
+            found[tile_m] = found[_whole(tile_m, self._units_m)] = None
         return list(found)
 
     def _extents_n(self, tile_m: int, k: int) -> list[int]:
@@ -212,7 +215,7 @@ class Shapes:
             for width in WIDTHS if widest > 0 else ():
                 tile_n = _divided(self._n, width * ceil_div(self._n, widest), self._units_n)
                 if tile_n <= widest:
-                    found[tile_n] = None
+                    found[tile_n] = found[_whole(tile_n, self._units_n)] = None
         return list(found)
 
     def _column_work(self, tile_m: int) -> int:
@@ -256,6 +259,8 @@ class Shapes:
         own_a, own_b = 2 * size_a, 2 * size_b
         used = n * (c * m * self._acc + self._column_work(m)) + (m + n) * k * self._work
         free = self._memory - used - own_a - own_b
+        strip, strip_bytes = self._strip(tile, free)
+        free -= strip_bytes
         if free < 0 or self._on_host(m, n, k) < 0:
             return inf
         step = prices.multiply(m, m, n, k) + (prices.prepare(m, n, k) if self._prepares else 0.0)
@@ -264,7 +269,6 @@ class Shapes:
         if compute > HOPELESS * self._least:
             return compute
         # Per tile, how C leaves the device, strip by strip.
-        strip = self._strip(tile)
         strips = m / strip
         write = 0.0 if self._streams_c else prices.write(strip, n) * strips
         download = 0.0 if machine.unified else prices.download(strip, n) * strips
@@ -325,7 +329,9 @@ class Shapes:
                     reading + size_b * costs_b[1] + step,
                     size_a * costs_a[0] + uploading + step,
                 )
-                issue = PER_STEP * machine.issue * down * across * steps
+                issue = (
+                    (PER_STEP * steps + PER_STRIP[self._finishes] * strips) * machine.issue * down * across
+                )
                 leaving = first + step / strips + tiles * out
                 total = max(
                     total + tail, leaving, issue, reading + old_read, uploading + old_up, staging + copied
@@ -351,11 +357,18 @@ class Shapes:
         hidden = turning * step * (1 - 1 / strips)
         return turning * max(0.0, by_strips) + max(0.0, leaving[0 if waits else 1] - hidden)
 
-    def _strip(self, tile: TileShape) -> int:
-        """Return about how many rows the strips have in which C leaves the device."""
+    def _strip(self, tile: TileShape, free: int) -> tuple[int, int]:
+        """Return about how many rows the strips have in which C leaves a device, and the bytes of its slots.
+
+        They are thin if the `free` memory does not suffice for others, as in `slot_counts`.
+        """
         strips = STRIPS if self._setting.machine.unified else STAGED_STRIPS
-        rows = max(1, STRIP_BYTES // (tile.n * self._c), ceil_div(tile.m, strips))
-        return min(tile.m, round_up(rows, self._setting.c_chunks(tile)[0]))
+        row = tile.n * self._c
+        rows = max(1, STRIP_BYTES // row, ceil_div(tile.m, strips))
+        wanted = min(tile.m, round_up(rows, self._setting.c_chunks(tile)[0]))
+        if self._finish_slots * wanted * row > free:
+            wanted = min(wanted, max(1, THIN_STRIP_BYTES // row))
+        return wanted, self._finish_slots * wanted * row
 
     def _square_seconds(self, k: int) -> float:
         """Estimate the seconds with square tiles that fill the memory; inf if panels do not fit."""
@@ -425,6 +438,11 @@ def _divided(extent: int, count: int, units: tuple[int, ...]) -> int:
         (tile for unit in reversed(units) if ceil_div(extent, tile := _even(extent, count, unit)) == count),
         _even(extent, count, units[0]),
     )
+
+
+def _whole(tile: int, units: tuple[int, ...]) -> int:
+    """Round the extent of a tile down to whole chunks, the last unit: none is decoded for two tiles then."""
+    return tile // units[-1] * units[-1] or tile
 
 
 def _even(extent: int, count: int, unit: int) -> int:
