@@ -97,8 +97,9 @@ def one_call(case: Case, paths: list[str], arrays: Any, backend: str) -> tuple[f
     a, b, c = arrays or (None, None, None)
     if paths:
         left, right = map(Path, paths)
-        place = left.with_name(f"c-other-{case.m}x{case.n}-{case.dtype}-{case.source}{left.suffix}")
-        for old in set(left.parent.glob("c-other-*")) - {place}:
+        own = f"c-of-{os.getpid()}"  # another tree may not read the journal of this one
+        place = left.with_name(f"{own}-{case.m}x{case.n}-{case.dtype}-{case.source}{left.suffix}")
+        for old in set(left.parent.glob(f"{own}-*")) - {place}:
             remove(old)
         a, b, c = str(left), str(right), str(place)
         options["overwrite"] = True
