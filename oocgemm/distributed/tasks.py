@@ -111,7 +111,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(path: str | Path) -> Any:
-    """Return the value in a file that `pack` made. Sequences become tuples.
+    """Return the value that `pack` wrote to a file. Lists in it have become tuples.
 
     Raises `OSError` or `ValueError` for another file.
     """

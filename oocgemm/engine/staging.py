@@ -144,7 +144,7 @@ class HostSlots:
     def close(self) -> None:
         """Join the threads that prefault, and drop the arena.
 
-        The memory of the arena is freed when no view of it is left.
+        Its memory is freed when the last NumPy view of it is deleted.
         """
         for pool in ("_pool", "_faulting"):
             if pool in vars(self):  # it was used
@@ -172,8 +172,8 @@ class Transfers:
         self._threads = plan.candidate.io_threads
         self._retries = retries
         self.retried = self._retries.made
-        # By whether it reads: two pools, so that reads never queue behind writes. If all operands go from
-        # their memory to the device, there are no Reads and no Writes.
+        # Threads for Reads (True) and for Writes (False). In one pool, Reads would wait behind Writes. If all
+        # operands go from their memory to the device, a run has neither.
         self._pools: dict[bool, ThreadPoolExecutor] = {}
         if not all(map(plan.slots.streams, "ABC")):
             for reads, name in ((True, "oocgemm-reader"), (False, "oocgemm-writer")):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 # Results by keys, which say what was found of which matrix.
 Findings = dict[str, Any]
 
-# Arguments that say by which means a pass is made.
+# Arguments that say how a pass is made. The results are the same without them.
 _MEANS = "memory", "sweep"
 
 _kept: ContextVar[Findings | None] = ContextVar("findings", default=None)
@@ -41,9 +42,9 @@ def keeping(findings: Findings) -> Iterator[None]:
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that makes a pass over a matrix, so that its results are kept.
+    """Decorate a function that makes a pass over a matrix: a second call with equal arguments makes none.
 
-    They must depend on its arguments alone, except those in `_MEANS`.
+    The results must not depend on the arguments in `_MEANS`. They are kept inside the context of `keeping`.
     """
     signature = inspect.signature(function)
 
@@ -70,4 +71,7 @@ def _shown(value: Any) -> str:
         return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
     if hasattr(value, "layout"):
         return f"{type(value).__name__} {value.name} {value.shape} {value.dtype} {change_of(value)}"
+    if is_dataclass(value):  # the text of a long array would leave most of its elements out
+        shown = (_shown(getattr(value, field.name)) for field in fields(value))
+        return f"{type(value).__name__}({', '.join(shown)})"
     return str(value)

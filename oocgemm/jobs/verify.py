@@ -212,9 +212,9 @@ def _in_float64(matrix: Matrix) -> Matrix:
 def _cosines(
     left: Oriented, right: Oriented, rows: Array, cols: Array, memory: int, report: Callable[[], None]
 ) -> Array:
-    """Return the cosines of pairs of rows of two matrices, in about `memory` bytes.
+    """Return the cosine of row `rows[i]` of `left` and row `cols[i]` of `right`, for each i.
 
-    The numbers of rows of `left` are ascending. `report` is called often.
+    `rows` is ascending. The function uses about `memory` bytes, and calls `report` often.
     """
     depth = left.shape[1]
     width = max(1, min(DEPTH, depth))

@@ -308,14 +308,18 @@ def _wgmma(call: Call, p: Params) -> Launch:
     return Launch((clusters * p["CLUSTER"], 1, 1), (384, 1, 1), shared)
 
 
-def _wgmma_refuses(call: Call, p: Params) -> str | None:
-    if call.dtype == "float32" and call.op_a.swaps and not call.op_b.swaps:
-        return "wgmma takes no tf32 operands with A transposed and B not transposed"
+def _tma_refuses(call: Call) -> str | None:
     if not all(0 < extent < _LIMIT for extent in (call.m, call.n, call.k)):
         return f"TMA takes extents from 1 to {_LIMIT - 1}"
     if _alignment(call) % 16:
         return "TMA requires that each stored row of A and B begins at a multiple of 16 bytes"
     return None
+
+
+def _wgmma_refuses(call: Call, p: Params) -> str | None:
+    if call.dtype == "float32" and call.op_a.swaps and not call.op_b.swaps:
+        return "wgmma takes no tf32 operands with A transposed and B not transposed"
+    return _tma_refuses(call)
 
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
@@ -357,11 +361,7 @@ def _f64_tma(call: Call, p: Params) -> Launch:
 def _f64_tma_refuses(call: Call, p: Params) -> str | None:
     if call.op_a.swaps and not call.op_b.swaps:
         return "with A transposed and B not, it needs more registers than a thread has: use tensor_f64"
-    if not all(0 < extent < _LIMIT for extent in (call.m, call.n, call.k)):
-        return f"TMA takes extents from 1 to {_LIMIT - 1}"
-    if _alignment(call) % 16:
-        return "TMA requires that each stored row of A and B begins at a multiple of 16 bytes"
-    return None
+    return _tma_refuses(call)
 
 
 def _f64_tma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:

@@ -459,8 +459,8 @@ METRICS = {
     # Unlike "load_sectors", "sectors_from_l2" also counts the sectors that cp.async and TMA copy.
     "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    # "shared_loads", "shared_stores" and "matrix_loads" count instructions of warps. Their sum is the number
-    # of accesses to shared memory.
+    # "shared_loads", "shared_stores" and "matrix_loads" count instructions, one per warp. All accesses to
+    # shared memory are one of these three.
     "shared_loads": "smsp__inst_executed_op_shared_ld.sum",
     "shared_stores": "smsp__inst_executed_op_shared_st.sum",
     "matrix_loads": "smsp__inst_executed_op_ldsm.sum",

@@ -447,9 +447,9 @@ class GemmProblem:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether what is kept of a row of C comes from the tiles of one tile row.
+        """Whether the sink keeps numbers of each row of C, and needs only the tiles of its tile row for them.
 
-        If so, one device computes all of these tiles.
+        One device computes all tiles of a tile row then.
         """
         return self.sink.per_row > 0 and not self.cover.halves
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 import oocgemm
 from oocgemm import Transform
+from oocgemm.backends.base import Pageable, Swept
 from oocgemm.jobs import stats as statistics
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.transforms import (
@@ -214,3 +216,46 @@ def test_a_transform_that_is_measured_on_a_device_is_that_of_the_host(axis: int)
     with fake_cuda(0), patch.multiple(statistics, MIN_SWEPT=1, SWEPT_BLOCK=3000, _computed=forbidden):
         found = oocgemm.gram(x, axis=axis, transform=change, backend="cuda", kernel="cublas")
     np.testing.assert_allclose(found.out, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("short", ["MAX_PARTS", "budget"])
+def test_the_host_finds_what_does_not_fit_on_a_device(short: str) -> None:
+    """A tall block has more parts than a grid may have, or the slots are larger than the budget."""
+    x = np.random.default_rng(6).standard_normal((400, 30)).astype(np.float32)
+    right = oocgemm.cov(x, axis=1, backend="host").out
+    with fake_cuda(0), patch.multiple(statistics, MIN_SWEPT=1, SWEPT_BLOCK=3000):
+        from oocgemm.backends.cuda import moments as sweep
+
+        limit: dict[str, Any] = {"MAX_PARTS": 0} if short == "MAX_PARTS" else {"SLOTS": 1 << 40}
+        with patch.multiple(sweep, take_ring=forbidden, **limit):
+            found = oocgemm.cov(x, axis=1, backend="cuda", kernel="cublas")
+    np.testing.assert_allclose(found.out, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_that_fails_ends_its_copies_and_then_gives_back_the_ring() -> None:
+    cuts = tuple(((start, start + 10), (0, 30)) for start in range(0, 80, 10))
+    events = list[str]()
+
+    def block(rows: tuple[int, int], cols: tuple[int, int]) -> Pageable:
+        def move(*part: Any) -> None:
+            time.sleep(rows[0] / 100)  # the first block fails first
+            events.append(f"row {rows[0]}")
+            raise OSError(f"row {rows[0]} cannot be read")
+
+        return Pageable((10, 30), np.dtype(np.float32), move)
+
+    given = Swept((80, 30), np.dtype(np.float32), cuts, block, (), (), None)
+    with fake_cuda(0):
+        from oocgemm.backends.cuda import moments as sweep
+        from oocgemm.backends.cuda.host_memory import keep_ring
+
+        def kept(device: int, ring: Any) -> None:
+            events.append("ring")
+            keep_ring(device, ring)
+
+        failing = pytest.raises(OSError, match="row 0 cannot be read")
+        with patch.object(sweep, "keep_ring", kept), failing:
+            sweep.moments(0, given, 0, 1 << 30, 1 << 30)
+    assert events[0] == "row 0"
+    assert events[-1] == "ring"
+    assert len(events) == 4

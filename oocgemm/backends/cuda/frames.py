@@ -172,7 +172,7 @@ class Decoder:
         self._on_host_turn = threading.Lock()
         self._join, self._joining = cupy.cuda.Stream(non_blocking=True), threading.Lock()
         try:
-            list(self._pool.map(partial(self._touch, size), range(shape.lanes)))
+            list(self._pool.map(partial(self._prefault, size), range(shape.lanes)))
             cuda_calls.pin(device, self._memory.ctypes.data, self._memory.nbytes)
         except BackendError:
             self._pool.shutdown()
@@ -181,7 +181,7 @@ class Decoder:
             part = self._memory[i * size : (i + 1) * size]
             self._lanes.put(DecodingLane(shape, part, address + i * shape.lane_bytes))
 
-    def _touch(self, size: int, lane: int) -> None:
+    def _prefault(self, size: int, lane: int) -> None:
         self._memory[lane * size : (lane + 1) * size : PAGE] = np.uint8(0)
 
     def upload(

@@ -3,7 +3,7 @@
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import cupy
@@ -28,6 +28,8 @@ from oocgemm.planning.tiling import length, round_up
 
 # Blocks that are on the device at the same time, and those that are being copied to it.
 SLOTS, COPYING = 4, 3
+# CUDA's limit of thread blocks along y: a tall block of few columns may have more parts.
+MAX_PARTS = 65535
 _ALIGNMENT = 512
 _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
@@ -42,36 +44,38 @@ def moments(device: int, given: Swept, axis: int, host: int, budget: int) -> Arr
         host, budget: upper bounds in bytes on host and device memory.
     """
     room = Room(given, axis)
-    with cupy.cuda.Device(device):
+    if room.end > budget or room.parts > MAX_PARTS:
+        return None
+    with cupy.cuda.Device(device), suppress(OutOfMemoryError), ExitStack() as owned:
         ring = take_ring(device, host // 4)
-        if ring is None or room.end > budget:
+        if ring is None:
             return None
-        warm, failed = take(device), True
-        try:
-            sweep = Sweep(given, axis, room, warm.reserve(room.end, budget), warm, ring)
-            found = sweep.run()
-            failed = False
-        except OutOfMemoryError:
-            return None
-        finally:
-            cupy.cuda.runtime.deviceSynchronize()
-            warm.free() if failed else warm.keep()
-            keep_ring(device, ring)
-    return found
+        owned.callback(keep_ring, device, ring)
+        warm = take(device)
+
+        def give_back(kind: Any, error: BaseException | None, trace: Any) -> None:
+            warm.keep() if error is None else warm.free()
+
+        owned.push(give_back)
+        owned.callback(cupy.cuda.runtime.deviceSynchronize)
+        return Sweep(given, axis, room, warm.reserve(room.end, budget), warm, ring).run()
+    return None
 
 
 class Room:
-    """The layout of device memory: byte offsets of the result (0), parts, numbers of steps, and slots."""
+    """The layout of device memory: byte offsets of parts, numbers of steps and slots. The result is at 0."""
 
     def __init__(self, given: Swept, axis: int) -> None:
         self.lines = given.shape[1 - axis]
         extents = [(length(rows), length(cols)) for rows, cols in given.cuts]
+        parts = [parts_of(rows, cols, axis) for rows, cols in extents]
+        self.parts = max(parts, default=0)  # of a line of one block
         self.stride = max(
-            (parts_of(rows, cols, axis) * (rows, cols)[1 - axis] for rows, cols in extents), default=0
+            (count * each[1 - axis] for count, each in zip(parts, extents, strict=True)), default=0
         )
         self.slot = round_up(max((m * n for m, n in extents), default=0) * given.dtype.itemsize, _ALIGNMENT)
-        self.parts = round_up(8 * MOMENTS * self.lines, _ALIGNMENT)
-        self.numbers = self.parts + round_up(8 * MOMENTS * self.stride, _ALIGNMENT)
+        self.parts_at = round_up(8 * MOMENTS * self.lines, _ALIGNMENT)
+        self.numbers = self.parts_at + round_up(8 * MOMENTS * self.stride, _ALIGNMENT)
         held = sum(len(numbers) for numbers in given.numbers if numbers is not None)
         self.slots = self.numbers + round_up(8 * held, _ALIGNMENT)
         self.end = self.slots + SLOTS * self.slot
@@ -87,27 +91,37 @@ class Sweep:
         self._numbers = self._uploaded()
 
     def run(self) -> Array:
-        """Upload all blocks, and return what the kernels find."""
+        """Upload each block, launch its kernels, and return `MOMENTS` numbers of each line."""
         size = 8 * MOMENTS * self._room.lines
         cuda_calls.make(cuda_calls.fill(self._address, size, self._stream))
-        copying, free = deque[Callable[[], None]](), list[Any]([None] * SLOTS)
-        for number, cut in enumerate(self._given.cuts):
-            if len(copying) == COPYING:
-                copying.popleft()()
-            slot = number % SLOTS
-            at, waits = self._address + self._room.slots + slot * self._room.slot, filter(None, [free[slot]])
-            work = self._ring.upload(at, self._given.block(*cut), list(waits))
-            copying.append(partial(self._take, cut, at, work, partial(free.__setitem__, slot)))
-        while copying:
-            copying.popleft()()
+        copying, free = deque[tuple[Any, int, Callable[[], Any]]](), list[Any]([None] * SLOTS)
+        try:
+            for number, cut in enumerate(self._given.cuts):
+                if len(copying) == COPYING:
+                    self._take(*copying.popleft(), free)
+                slot = number % SLOTS
+                waits = list(filter(None, [free[slot]]))
+                upload = self._ring.upload(self._at(slot), self._given.block(*cut), waits)
+                copying.append((cut, slot, upload))
+            while copying:
+                self._take(*copying.popleft(), free)
+        finally:
+            for _, _, upload in copying:  # after a failure, threads still use the ring
+                with suppress(Exception):
+                    upload()
         pinned = cupy.cuda.alloc_pinned_memory(size)
         cuda_calls.make(cuda_calls.copy(pinned.ptr, self._address, size, self._stream))
         self._stream.synchronize()
         return np.frombuffer(pinned, np.float64, MOMENTS * self._room.lines).reshape(MOMENTS, -1).copy()
 
-    def _take(self, cut: Any, at: int, work: Callable[[], Any], used: Callable[[Any], None]) -> None:
-        """Launch the kernels for a block when it is on the device."""
-        cuda_calls.wait(self._stream, work().end)
+    def _at(self, slot: int) -> int:
+        """Return the address of a slot."""
+        return self._address + self._room.slots + slot * self._room.slot
+
+    def _take(self, cut: Any, slot: int, upload: Callable[[], Any], free: list[Any]) -> None:
+        """Launch the kernels for a block when it is on the device. `free` gets the event after them."""
+        at = self._at(slot)
+        cuda_calls.wait(self._stream, upload().end)
         (top, bottom), (left, right) = cut
         rows, cols = bottom - top, right - left
         lines, first, count = (
@@ -119,7 +133,7 @@ class Sweep:
         for i, (step, numbers) in enumerate(zip(self._given.steps, self._numbers, strict=True)):
             start = {"rows": top, "cols": left, "": 0}[step.axis]
             steps.steps[i] = ElementNumbers(numbers and numbers + 8 * start, *step.constants)
-        parts, stride = _pointer(self._address + self._room.parts), _long(self._room.stride)
+        parts, stride = _pointer(self._address + self._room.parts_at), _long(self._room.stride)
         code = ctypes.c_double(0 if self._given.code is None else self._given.code)
         with self._stream:
             self._kernel(("moments_columns", "moments_rows")[self._axis])(
@@ -131,9 +145,8 @@ class Sweep:
                 *(_long(lines), _long(count), parts, stride, _long(first), _long(self._room.lines)),
                 _pointer(self._address),
             )
-            event = cupy.cuda.Event()
-            event.record(self._stream)
-        used(event)
+            free[slot] = cupy.cuda.Event()
+            free[slot].record(self._stream)
 
     def _uploaded(self) -> list[int]:
         """Copy the numbers of the steps to the device. Return their addresses; 0 for a step without any."""

@@ -457,7 +457,7 @@ class Direction:
         self._device = device
         self._memory = allocate(shape.bytes // 2)
         with ThreadPoolExecutor(shape.lanes) as pool:  # faults in the pages
-            list(pool.map(partial(_touch, self._memory, shape.lanes), range(shape.lanes)))
+            list(pool.map(partial(_prefault, self._memory, shape.lanes), range(shape.lanes)))
         cuda_calls.pin(device, self._memory.ctypes.data, self._memory.nbytes)
         self._streams: list[Any] = []  # those that no block uses
         self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created
@@ -683,6 +683,6 @@ def _copy(to: tuple[int, int], source: tuple[int, int], height: int, size: int, 
         cuda_calls.make(cuda_calls.copy_rows(to, source, size, height, stream))
 
 
-def _touch(memory: Array, parts: int, part: int) -> None:
+def _prefault(memory: Array, parts: int, part: int) -> None:
     size = memory.nbytes // parts
     memory[part * size : (part + 1) * size : PAGE] = np.uint8(0)

@@ -136,7 +136,7 @@ class TileSteps(NamedTuple):
 
 
 class TileKinds:
-    """The steps of each kind of tile of a run."""
+    """The steps of the tiles of a run: tiles at the borders of C have other extents, and so other steps."""
 
     def __init__(self, prices: Prices, slots: Slots, grid: TileGrid) -> None:
         self._prices, self._slots, self._grid, self._steps = prices, slots, grid, grid.steps

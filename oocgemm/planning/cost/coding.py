@@ -60,7 +60,7 @@ MARGIN, START_SECONDS = 1.3, 0.3
 ZSTD_STREAM, BLOSC_STREAM, MIN_STREAM = 64 << 10, 32 << 10, 4 << 10
 # Bytes of elements that the kernels shuffle, and bytes of a chunk, which they count in 32 bits.
 ITEM_BYTES, MIN_CHUNK, MAX_CHUNK = (1, 2, 4, 8, 16), 128 << 10, 1 << 30
-# Numbers of compressors: in the header of a blosc frame, or 0.
+# The number of each compressor in the header of a blosc frame; 0 for zstd without blosc.
 COMPRESSORS = {"zstd": 0, "blosc-lz4": 1, "blosc-zstd": 4}
 # The output of a stream may exceed its input by SLACK bytes before the kernels notice it, and store the input
 # instead. The parts of a batch's memory begin at multiples of ALIGNMENT bytes, with FIXED bytes besides.

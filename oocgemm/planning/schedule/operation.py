@@ -37,8 +37,8 @@ class Slot:
     device: int = 0
 
     def __hash__(self) -> int:
-        # Every operation looks its slots up in a dict. The generated hash would be slow, since it would
-        # include the hash of an Enum.
+        # Every operation looks its slots up in a dict. The hash of a dataclass would include `tier`, whose
+        # hash is slow, since it is an Enum.
         return hash((self.operand, self.index, self.device))
 
     def __str__(self) -> str:

@@ -138,12 +138,12 @@ async def _events(service: Service, user: Identity, job: str | None, after: int)
         begun, woken = clock(), service.feed.woken
         try:
             if not await run_in_threadpool(service.store.is_valid, user):
-                return  # the client connects again, and is told why that fails
+                return  # the client connects again, and gets the reason as an error
             found = await run_in_threadpool(service.store.events, after, job)
             progress = await run_in_threadpool(_progress, service, job, known)
         except DatabaseError as error:
             logger.error("%s", error)
-            return  # the client connects again, and is told why that fails
+            return  # the client connects again, and gets the reason as an error
         for one in found:
             if isinstance(one["data"].get("error"), str):
                 one["data"]["error"] = service.shown(one["data"]["error"])

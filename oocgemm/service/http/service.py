@@ -57,7 +57,10 @@ Turn = Callable[[], AbstractContextManager[None]]
 
 @dataclass(eq=False)
 class _Ticket:
-    """A thread that waits for a turn. `called` is set when it gets one, or after `dropped` is."""
+    """A request that waits until another one ends. `called` is set when it may go on.
+
+    `called` is also set after `dropped`, which tells the request to give up.
+    """
 
     dropped: threading.Event
     called: threading.Event = field(default_factory=threading.Event)
