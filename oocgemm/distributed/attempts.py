@@ -23,7 +23,6 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import cast
@@ -38,6 +37,7 @@ from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.capabilities import Resumable, ResumableMatrix
 from oocgemm.stores.files import open_regular, read_regular
+from oocgemm.system.resources import process_start, running_system
 from oocgemm.system.threads import start
 
 # Seconds between two beats, and seconds after which a coordinator without a new beat counts as dead.
@@ -70,7 +70,7 @@ class Fence:
         self._path = path
         self._over: set[str] = set()
         self._closing = threading.Event()
-        self._sign = Sign(uuid4().hex[:12], machine(), os.getpid(), started(os.getpid()) or 0)
+        self._sign = Sign(uuid4().hex[:12], machine(), os.getpid(), process_start(os.getpid()) or 0)
         self.taken_over = False  # whether another coordinator has replaced the file
         self._write(0)
         self._thread = threading.Thread(target=self._work, name="oocgemm-fence")
@@ -144,7 +144,7 @@ class FenceGuard:
                 return "another coordinator has taken over"
             if self._attempt in sign.over:
                 return "its tiles are done"
-            if sign.machine == machine() and started(sign.pid) != (sign.started or None):
+            if sign.machine == machine() and process_start(sign.pid) != (sign.started or None):
                 return "its coordinator has died"
             if sign.beat != self._beat:
                 self._beat, self._seen = sign.beat, monotonic()
@@ -153,28 +153,9 @@ class FenceGuard:
         return None
 
 
-@cache
 def machine() -> str:
     """Return the id of the running system, and of the process ids that this process can see."""
-    parts = []
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts) or os.uname().nodename
-
-
-def started(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the system did; None if there is no such process.
-
-    Together with the id, it identifies a process: ids are used again. A process that has ended, but whose
-    parent has not waited for it, does not count.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name of the program may contain spaces
-    return None if fields[0] in "ZX" else int(fields[19])
+    return " ".join(filter(None, running_system())) or os.uname().nodename
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import ChangedError, Folder, RemoteFolder
 from oocgemm.stores.capabilities import sync_path
 from oocgemm.stores.files import open_regular, read_regular
+from oocgemm.system.resources import process_start, running_system
 from oocgemm.system.threads import start
 
 LOCK = "lock"
@@ -295,15 +296,9 @@ def _changes(folder: RemoteFolder, content: bytes) -> bool:
 
 
 def _identity(pid: int) -> list[str] | None:
-    """Return what identifies a process of this machine: boot, PID namespace, PID and start time."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        names = os.readlink("/proc/self/ns/pid")
-        # The name of the command, in parentheses, may contain spaces. The start time is field 22.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return [boot, names, str(pid), fields[19]]
+    """Return what identifies a running process of this machine: boot, PID namespace, PID and start time."""
+    start, system = process_start(pid), running_system()
+    return None if start is None or not all(system) else [*system, str(pid), str(start)]
 
 
 def _is_alive(identity: Any) -> bool | None:
@@ -311,14 +306,7 @@ def _is_alive(identity: Any) -> bool | None:
     here = _identity(os.getpid())
     if here is None or not isinstance(identity, list) or len(identity) != 4 or identity[:2] != here[:2]:
         return None
-    return identity == _identity(int(identity[2])) and not _is_zombie(int(identity[2]))
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
-    except OSError:
-        return True
+    return identity == _identity(int(identity[2]))
 
 
 @dataclass(frozen=True)

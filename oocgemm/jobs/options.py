@@ -809,9 +809,7 @@ class LdScoresArguments(SimilarityOptions, _DryRun, total=False):
 VERBS: Mapping[str, type] = {
     verb: globals()[verb.title().replace("_", "") + "Arguments"] for verb in support.VERBS
 }
-PLAN_OPTIONS, RUN_OPTIONS, OPTIONS = (
-    frozenset(each.__annotations__) for each in (PlanOptions, RunOptions, Options)
-)
+PLAN_OPTIONS, OPTIONS = (frozenset(each.__annotations__) for each in (PlanOptions, Options))
 SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__) | {"transform"}
 
 

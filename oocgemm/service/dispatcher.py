@@ -57,9 +57,9 @@ from oocgemm.service.job_worker import (
     RESULT,
     STOPPED,
     read_json,
-    start_of,
 )
 from oocgemm.service.protocol import ServiceError, StaleError, State
+from oocgemm.system.resources import process_start
 
 # Seconds for which a worker waits for a job.
 KEEP = 300.0
@@ -287,7 +287,7 @@ def attach(folder: Path) -> Process | None:
         handle = os.pidfd_open(owner["pid"])
     except ProcessLookupError:
         return None
-    if start_of(owner["pid"]) != owner["start"]:  # another process has this pid by now
+    if process_start(owner["pid"], ended=True) != owner["start"]:  # another process has this pid by now
         os.close(handle)
         return None
     return Process(owner["pid"], handle)

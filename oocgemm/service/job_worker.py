@@ -65,6 +65,7 @@ from typing import Any
 from oocgemm.errors import BudgetError, DataWarning, InputError, OocGemmError
 from oocgemm.service.confinement import restrict_to
 from oocgemm.service.job_planner import arguments, needs_before
+from oocgemm.system.resources import process_start
 from oocgemm.system.text import plain
 
 # Answers of a worker, and the maximum bytes of an order.
@@ -185,7 +186,7 @@ def _attempt(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]
     status: dict[str, Any] = {"exit_code": STOPPED, "error": "stopped by SIGTERM"}
     warned: list[str] = []
     try:
-        _write(folder / OWNER, {"attempt": attempt, "pid": os.getpid(), "start": start_of(os.getpid())})
+        _write(folder / OWNER, {"attempt": attempt, "pid": os.getpid(), "start": process_start(os.getpid())})
         begin()
         with _noting_warnings(warned):
             status = _compute(folder, order)
@@ -354,18 +355,6 @@ def live_observer(plan: Any, path: Path) -> Callable[[Any], None]:
             file.write(line)
 
     return observe
-
-
-def start_of(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot; None if there is no such process.
-
-    Together with the pid, it identifies a process until the machine is booted again.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

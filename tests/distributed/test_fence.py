@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from oocgemm.distributed import attempts
-from oocgemm.distributed.attempts import Fence, FenceGuard, Sign, machine, read_sign, started
+from oocgemm.distributed.attempts import Fence, FenceGuard, Sign, machine, read_sign
+from oocgemm.system.resources import process_start
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def write(path: Path, sign: Sign) -> None:
 
 def sign() -> Sign:
     """Return the sign of a coordinator that is this process."""
-    return Sign("e1", machine(), os.getpid(), started(os.getpid()) or 0)
+    return Sign("e1", machine(), os.getpid(), process_start(os.getpid()) or 0)
 
 
 def test_a_live_coordinator_is_seen_and_its_end_too(path: Path) -> None:
@@ -63,7 +64,7 @@ def test_another_epoch_ends_a_process(path: Path) -> None:
 def test_a_dead_coordinator_on_this_machine_is_noticed_at_once(path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        write(path, replace(sign(), pid=process.pid, started=started(process.pid) or 0))
+        write(path, replace(sign(), pid=process.pid, started=process_start(process.pid) or 0))
         guard = FenceGuard(path, "e1", "attempt")
         assert guard.reason_to_end() is None
         process.kill()

@@ -54,7 +54,7 @@ def _one_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     axis=st.integers(0, 1),
     scale=st.sampled_from([None, "k", "hwe", "given"]),
     center=st.sampled_from([None, "k", "given"]),
-    impute=st.sampled_from(["mean", 0]),
+    impute=st.sampled_from(["mean", 0, "given"]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(100, quick=12), deadline=None)
@@ -67,11 +67,12 @@ def test_genotypes_are_measured_on_the_device(
     mean, share = np.nanmean(known, axis=0), np.nanmean(known, axis=0) / 2
     scales = {None: np.ones(k), "k": np.nanstd(known, axis=0), "hwe": np.sqrt(2 * share * (1 - share))}
     scales["given"], centers = rng.choice([0.5, 2], k), {None: np.zeros(k), "k": mean, "given": rng.random(k)}
-    filled = np.where(x == -1, mean if impute == "mean" else 0, known)
+    fills = {"mean": mean, 0: np.zeros(k), "given": rng.choice([0.5, 1.5], k)}
+    filled = np.where(x == -1, fills[impute], known)
     z = (filled - centers[center]) / scales[scale]
     change = Transform(
         missing=-1,
-        impute=impute,
+        impute=fills[impute] if impute == "given" else impute,
         center=centers[center] if center == "given" else center,
         scale=scales[scale] if scale == "given" else scale,
         cast="float64",
