@@ -6,7 +6,8 @@ usage: scripts/code_figures.py [--json]
 - lines, modules, classes: of the package, without the tests.
 - repeated class names, repeated file names: names with several definitions. `base.py`, `__init__.py`, and a
   class that extends one of its own name do not count.
-- tile modules, tile functions: those with a function that runs more often if C has more tiles.
+- tile modules, tile functions: those with a function that runs more often if C has more tiles. Calls of the
+  planner do not count: it predicts the time of a larger product, and no tile passes through it.
 - first call modules, first call seconds: modules of the package that a first `matmul` imports, and the time
   that they take by themselves, without NumPy and other packages.
 - kinds: places that test for a kind of sink, element step or store (`scripts/kinds.py`).
@@ -51,6 +52,26 @@ def size() -> dict[str, Any]:
     }
 
 
+# Calls of functions of the package, by file and name, while a product runs. Threads that are kept from one
+# product to the next count them, too.
+counted: Counter[tuple[str, str]] = Counter()
+TOP = str(PACKAGE) + "/"
+PLANNER = tuple(TOP + room for room in ("planning/search/", "planning/cost/"))
+
+
+def count(frame: Any, event: str, _: Any) -> None:
+    """Count a call, unless the planner makes it."""
+    code = frame.f_code
+    if event != "call" or not code.co_filename.startswith(TOP):
+        return
+    caller = frame
+    while caller is not None:
+        if caller.f_code.co_filename.startswith(PLANNER):
+            return
+        caller = caller.f_back
+    counted[code.co_filename.removeprefix(TOP), code.co_qualname] += 1
+
+
 def calls(tiles: int, folder: Path) -> Counter[tuple[str, str]]:
     """Run a product of zarr arrays with some tiles. Count the calls of each function of the package."""
     import numpy as np
@@ -61,16 +82,9 @@ def calls(tiles: int, folder: Path) -> Counter[tuple[str, str]]:
     for name, shape in (("a", (8 * tiles, 8)), ("b", (8, 8))):
         path = folder / f"{name}{tiles}.zarr"
         zarr.create_array(path, data=np.ones(shape), chunks=(8, 8), compressors=None, overwrite=True)
-    counted: Counter[tuple[str, str]] = Counter()
-    top = str(PACKAGE)
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(top):
-            counted[code.co_filename.removeprefix(top + "/"), code.co_qualname] += 1
-
     paths = [str(folder / f"{name}{tiles}.zarr") for name in "abc"]
     options = ["--backend", "host", "--tile", "8x8x8", "--overwrite", "--quiet"]
+    counted.clear()
     threading.setprofile(count)
     sys.setprofile(count)
     try:
@@ -78,7 +92,7 @@ def calls(tiles: int, folder: Path) -> Counter[tuple[str, str]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-    return counted
+    return counted.copy()
 
 
 def tile_path() -> set[tuple[str, str]]:
