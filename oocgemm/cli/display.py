@@ -1,14 +1,17 @@
-"""Print with rich: plans, reports, checks, measurements, the machine, and what a command does now.
+"""Print with rich: plans, reports, checks, measurements, the machine, jobs, and what a command does now.
 
 Texts from elsewhere are shown without control characters: see `oocgemm.system.text`.
 """
 
 import io
 import logging
+import re
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from itertools import groupby
 from threading import Event, Thread
@@ -22,6 +25,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 
+from oocgemm.cli.process import print_note
+from oocgemm.cli.queue import ID_LENGTH, SHORT
 from oocgemm.kernels.tuning import Tuning
 from oocgemm.machine.kernel_bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Calibration, Plan
@@ -32,9 +37,10 @@ from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.reports.charts import gantt, unit_gantt
 from oocgemm.reports.sections import HEAD, heading, labels, summary
 from oocgemm.reports.sections import row as row_of
+from oocgemm.service.protocol import State
 from oocgemm.system.text import LINES, plain
 from oocgemm.timeline import Report, Timeline, in_place, same_product
-from oocgemm.timeline.activities import COMPUTE
+from oocgemm.timeline.activities import COMPUTE, lanes_of
 from oocgemm.timeline.metrics import Distribution
 
 if TYPE_CHECKING:
@@ -94,12 +100,11 @@ def use_plain_log() -> None:
     logging.getLogger("asyncio").addHandler(handler)
 
 
-def table_of(*columns: str) -> Table:
-    """Return a table whose first column contains names. Cells that are too wide are folded, never cut."""
+def table_of(*columns: str, left: Collection[int] = (0,)) -> Table:
+    """Return a table. Columns with the numbers `left` have texts. Too wide cells are folded, never cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(columns[0], overflow="fold")
-    for column in columns[1:]:
-        table.add_column(column, justify="right", overflow="fold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number in left else "right", overflow="fold")
     return table
 
 
@@ -175,12 +180,9 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
 
 # Maximum number of devices that are printed. Of more, those are printed that computed least.
 MAX_UNITS = 16
-MIN_WIDTH = 10  # characters for T in a picture
-
 TRAFFIC = ("read", "h2d", "d2h", "write")
-# Characters for a lane's name, for a line without its bar, and for the shortest bar in the Gantt chart.
-LANE_WIDTH = 8
-GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
+# Characters for a lane's name, and for the shortest bar in the Gantt chart.
+LANE_WIDTH, MIN_GANTT = 8, 10
 
 
 def print_calibration(found: Calibration, path: str) -> None:
@@ -224,10 +226,7 @@ def print_calibration(found: Calibration, path: str) -> None:
 
 
 def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Print a table per dtype: the fastest variant of each kernel, compared with cuBLAS.
-
-    `rows` are the rows of `result` to print.
-    """
+    """Print the fastest variant of each kernel, compared with cuBLAS: those rows of `result`."""
     out = console()
     out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max_clock'] or '-'} MHz")
     columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
@@ -235,9 +234,7 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     for row in result["rows"]:
         variants.setdefault(row["kernel"], set()).add(tuple(row["params"].values()))
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        table = table_of(f"\n{dtype}", "kernel", *columns)
-        for column in table.columns[:2]:
-            column.no_wrap, column.justify = True, "left"
+        table = table_of(f"\n{dtype}", "kernel", *columns, left=range(2))
         last = None
         for row in (row for row in rows if row["dtype"] == dtype):
             shape = _product_of(row)
@@ -263,9 +260,7 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     )
     if "not_counted" in result:
         out.print(f"\nno counters of the device: {escape(result['not_counted'])}", soft_wrap=True)
-    counted = table_of("\ncounted", "product", "kernel", *AGAINST)
-    for column in counted.columns[:3]:
-        column.no_wrap, column.justify = True, "left"
+    counted = table_of("\ncounted", "product", "kernel", *AGAINST, left=range(3))
     for row in (row for row in rows if "ncu" in row):
         counted.add_row(row["dtype"], _product_of(row), row["kernel"], *against(row))
     if counted.row_count:
@@ -283,10 +278,7 @@ def _product_of(row: dict[str, Any]) -> str:
 
 
 def print_tuning(tuning: Tuning, path: str) -> None:
-    """Print a table of kernels and their rates, per dtype and class of shapes ("square", "update", "thin").
-
-    Within a class, the fastest kernel comes first.
-    """
+    """Print the rates of kernels per dtype and class of shapes, the fastest first."""
     out = console()
     table = table_of("dtype", "class", "kernel", "TFLOP/s", "parameters")
     for dtype, classes in tuning.rungs.items():
@@ -301,8 +293,8 @@ def print_tuning(tuning: Tuning, path: str) -> None:
 def print_scaling(partitions: Sequence[Partition]) -> None:
     """Print a row per number of workers. Consecutive numbers share a row if the same parts are chosen."""
     out = console()
-    table = table_of("workers", "used", "parts", "predicted", "speed-up", "bottleneck", "why no more")
-    table.columns[-1].justify = "left"
+    columns = "workers", "used", "parts", "predicted", "speed-up", "bottleneck", "why no more"
+    table = table_of(*columns, left=(0, 6))
     for _, alike in groupby(partitions, key=lambda p: (p.workers, p.grid, p.plan.tile)):
         first, *others = alike
         final = others[-1] if others else first
@@ -321,20 +313,15 @@ def print_scaling(partitions: Sequence[Partition]) -> None:
     out.print(partitions[-1].reason)
 
 
-def print_distribution(out: Console, report: Report, timeline: Timeline) -> None:
-    """Print the figures of the whole run, and a row for each device.
-
-    Print nothing for a run on one device.
-    """
+def _print_distribution(out: Console, report: Report, timeline: Timeline) -> None:
+    """Print the figures of a run on several devices, and a row for each device."""
     found = report.distribution
     if found is None:
         return
     for name, text in summary(found, timeline):
         out.print(f"[bold]{name}[/] {escape(text)}")
     out.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(HEAD):
-        table.add_column(name, overflow="fold", justify="left" if number < 2 else "right")
+    table = table_of(*HEAD, left=range(2))
     shown, names = _shown(found), labels(found.units)
     for number in shown:
         table.add_row(*map(escape, row_of(found.units[number], names[number])))
@@ -343,13 +330,17 @@ def print_distribution(out: Console, report: Report, timeline: Timeline) -> None
         out.print(f"{left} more devices, which computed longer: --json and --html show all", soft_wrap=True)
 
 
-def print_unit_gantt(out: Console, found: Distribution, timeline: Timeline) -> None:
-    """Print a line for each device that shows when it computed."""
-    shown, names = _shown(found), labels(found.units)
-    margin = max(len(names[number]) for number in shown)
-    width = max(MIN_WIDTH, out.width - margin - 3)
-    for number, picture in zip(shown, unit_gantt(timeline, shown, width), strict=True):
-        out.print(f"{names[number]:>{margin}} │{picture}│", soft_wrap=True, markup=False)
+def _print_gantt(out: Console, found: Distribution | None, timeline: Timeline) -> None:
+    """Print a line for each lane, or, of a run on several devices, for each device: when it was busy."""
+    shown = [] if found is None else _shown(found)
+    names = [] if found is None else [labels(found.units)[number] for number in shown]
+    margin = max(map(len, names), default=LANE_WIDTH)
+    width = max(MIN_GANTT, out.width - margin - 3)
+    lines = gantt(timeline, width)
+    if found is not None:
+        lines = list(zip(names, unit_gantt(timeline, shown, width), strict=True))
+    for name, picture in lines:
+        out.print(f"{name:>{margin}} │{picture}│", soft_wrap=True, markup=False)
     out.print(f"{'':>{margin}}  0{format_time(timeline.wall / 1e9):>{width - 1}}", soft_wrap=True)
 
 
@@ -393,7 +384,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"{plan.candidate.io_threads} I/O threads"
     )
     out.print()
-    memory = table_of("memory", "used", "budget", "of which")
+    memory = table_of("memory", "used", "budget", "of which", left=(0, 3))
     on_device = "device" if plan.devices == 1 else f"each of {plan.devices} devices"
     for tier, used, total, budget in (
         (on_device, plan.footprint.device, plan.footprint.device_total, plan.budgets.device),
@@ -401,7 +392,6 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     ):
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in used.items() if size)
         memory.add_row(tier, format_size(total), format_size(budget), parts)
-    memory.columns[-1].justify = "left"
     print_table(out, memory)
     out.print()
     traffic = table_of("link", "bytes", "required", "lower bound", "ratio", "predicted")
@@ -463,10 +453,10 @@ def _print_considered(out: Console, plan: Plan) -> None:
 def _considered(
     rows: Sequence[dict[str, Any]], columns: Sequence[str], cells: Callable[[dict[str, Any]], list[str]]
 ) -> Table:
-    table = table_of("considered", "C slots", "predicted", *columns, "bubbles", "why not")
+    last = len(columns) + 4
+    table = table_of("considered", "C slots", "predicted", *columns, "bubbles", "why not", left=(0, last))
     for column in table.columns[:-1]:
         column.no_wrap = True
-    table.columns[-1].justify = "left"
     for row in rows:
         table.add_row(
             *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *cells(row)),
@@ -476,10 +466,7 @@ def _considered(
 
 
 def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
-    """Print what limited the speed of a run, its figures and its Gantt chart.
-
-    With `advise`, also print what to change. That takes longer, since other plans must be made.
-    """
+    """Print what limited the speed of a run, its figures and its Gantt chart. `advise` on changes, too."""
     out = console()
     for text in diagnosis_lines(report, timeline, advise=advise):
         out.print(escape(text))
@@ -514,11 +501,11 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     if retried := timeline.header.get("retried"):
         last = escape(retried[-1])
         out.print(f"retried {len(retried)} failed reads, the last one: {last}", soft_wrap=True)
-    print_distribution(out, report, timeline)
+    _print_distribution(out, report, timeline)
     out.print()
     busy = "mean busy" if report.devices > 1 else "busy"
     table = table_of("lane", busy, "operations", "bytes", "rate", "required", "lower bound")
-    for lane, _ in gantt(timeline, 1):
+    for lane in lanes_of(timeline.spans):
         figures = report.lanes[lane]
         moved = figures["bytes"]
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
@@ -533,17 +520,11 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         table.add_row(lane, format_time(figures["busy"]), count, size, rate, *bounds)
     print_table(out, table)
     out.print()
-    if report.distribution:
-        print_unit_gantt(out, report.distribution, timeline)
-        return
-    width = max(MIN_GANTT, out.width - GANTT_MARGIN)
-    for lane, picture in gantt(timeline, width):
-        out.print(f"{lane:>{LANE_WIDTH}} │{picture}│", soft_wrap=True)
-    out.print(f"{'':>{LANE_WIDTH}}  0{format_time(report.wall):>{width - 1}}", soft_wrap=True)
+    _print_gantt(out, report.distribution, timeline)
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
-    """Tell whether calibration would make the report show the efficiency. It cannot for tf32 and bf16."""
+    """Return whether the efficiency lacks a calibration. None helps tf32 and bf16."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
     if report.distribution or report.unfinished or compute in ("tf32", "bf16"):
         return False
@@ -617,7 +598,8 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
     first, second = reports
 
     def row(name: str, form: Callable[[float], str], old: float, new: float, *, compared: bool) -> None:
-        table.add_row(name, form(old), form(new), _change(old, new) if compared else "")
+        change = f"{100 * (new / old - 1):+.1f}%" if compared and old else ""
+        table.add_row(name, form(old), form(new), change)
 
     row("T", format_time, first.wall, second.wall, compared=alike)
     if first.flop_rate and second.flop_rate:
@@ -635,10 +617,6 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
         if any(moved):
             row(f"bytes, {link}", format_size, *moved, compared=alike)
     print_table(out, table)
-
-
-def _change(old: float, new: float) -> str:
-    return f"{100 * (new / old - 1):+.1f}%" if old else ""
 
 
 def print_info(found: dict[str, Any]) -> None:
@@ -665,9 +643,9 @@ def print_info(found: dict[str, Any]) -> None:
         print_table(out, table)
         out.print(f"{escape(engine['rates'])}\n", soft_wrap=True)
     if found["missing"]:
-        table = table_of("missing", "for", "command")
+        table = table_of("missing", "for", "command", left=range(3))
         for column in table.columns:
-            column.justify, column.no_wrap = "left", column.header != "for"
+            column.no_wrap = column.header != "for"
         for one in found["missing"]:
             table.add_row(one["what"], one["for"], escape(one["command"]))
         print_table(out, table)
@@ -686,3 +664,137 @@ def _engine(engine: dict[str, Any]) -> str:
 
 def _scalar(value: complex) -> str:
     return "" if value == 1 else f"{value:g} "
+
+
+Info = Mapping[str, Any]
+# What a job in one of these states waits for.
+_UNTIL = {State.HELD: "released", State.PAUSED: "resumed"}
+
+
+def print_jobs(jobs: Sequence[Info]) -> None:
+    """Print a table of jobs, with the last characters of each id that tell it from the others."""
+    out = console()
+    if not jobs:
+        out.print("no jobs")
+        return
+    length = short_length([job["id"] for job in jobs])
+    columns = "id", "name", "owner", "state", "reason", "priority", "progress", "start"
+    table = table_of(*columns, left=range(5))
+    now = time.time()
+    for job in jobs:
+        found = job["progress"]
+        done = f"{100 * found['done'] // found['total']}%" if found and found["total"] else ""
+        progress = ", ".join(filter(None, (done, left_of(job, now))))
+        cells = [job["id"][-length:], title_of(job), job["owner"], job["state"]]
+        cells += [reason_of(job), str(job["priority"]), progress, start_of(job, now)]
+        table.add_row(*map(escape, cells))
+    print_table(out, table)
+
+
+def short_length(ids: Sequence[str]) -> int:
+    """Return how many of the last characters of ids tell them apart, at least `SHORT`.
+
+    >>> short_length(["X0000001", "Y0000001", "X0000002"])
+    8
+    """
+    return next(
+        (size for size in range(SHORT, ID_LENGTH) if len({each[-size:] for each in ids}) == len({*ids})),
+        ID_LENGTH,
+    )
+
+
+def title_of(job: Info) -> str:
+    """Return the name of a job; its product if it has none, as the page of the service does.
+
+    >>> title_of({"name": "", "a": "data:dir/A.zarr", "b": "data:B.npy", "c": "out:C.zarr"})
+    'C.zarr = A.zarr × B.npy'
+    """
+    a, b, c = (re.split("[:/]", job[operand])[-1] for operand in "abc")
+    return str(job["name"]) or f"{c} = {a} × {b}"
+
+
+def reason_of(job: Info) -> str:
+    """Return why a job waits; "" if it does not, or if that is unknown."""
+    return f"until {_UNTIL[job['state']]}" if job["state"] in _UNTIL else job["reason"] or ""
+
+
+def start_of(job: Info, now: float) -> str:
+    """Return when a job that waits will start, relative to now; "" if that is unknown."""
+    if job.get("state") in _UNTIL:
+        return f"when {_UNTIL[job['state']]}"
+    start = job["predicted_start"]
+    if start is None:
+        return ""
+    return f"in {format_time(start - now)}" if start > now + 1 else "now"
+
+
+def left_of(job: Info, now: float) -> str:
+    """Return how long a running job will still take, from the tiles that are done; "" if it does not run.
+
+    With fewer than two tiles, it is what was predicted, less the time since the start.
+    """
+    if job["state"] != State.RUNNING or not job["started"] or not job["progress"]:
+        return ""
+    (done, total), passed = (job["progress"][each] for each in ("done", "total")), now - job["started"]
+    seconds = passed / done * (total - done) if done > 1 else max(0.0, job["predicted_s"] - passed)
+    return "ends soon" if seconds < 1 else f"{format_time(seconds)} left"
+
+
+def print_job(job: Info) -> None:
+    """Print one job: its product, state, plan, memory and times."""
+    out, now = console(), time.time()
+    state = job["state"] + (f" ({reason})" if (reason := reason_of(job)) else "")
+    plan, progress = job["plan"], job["progress"]
+    options = ", ".join(
+        f"{name} {format_size(value) if name.endswith('memory') and isinstance(value, int) else value}"
+        for name, value in job["options"].items()
+    )
+    rows = [
+        *(("job", job["id"]), ("name", title_of(job)), ("owner", job["owner"]), ("state", state)),
+        ("error", job["error"]),
+        *(("warning", each) for each in job.get("warnings", ())),
+        ("product", f"{job['a']} @ {job['b']} -> {job['c']}"),
+        ("extents", f"{plan['m']} x {plan['n']} x {plan['k']} {plan['a_dtype']}" if "m" in plan else ""),
+        ("options", options),
+        ("progress", f"{progress['done']} of {progress['total']} tiles" if progress else ""),
+        ("left", left_of(job, now).removesuffix(" left")),
+        ("priority", str(job["priority"])),
+        ("memory", _needs(job)),
+        ("predicted", format_time(job["predicted_s"])),
+        ("starts", start_of(job, now)),
+        ("device", "" if job["device"] is None else str(job["device"])),
+        ("attempts", f"{job['attempt']}, of which {job['failures']} failed (at most {job['max_attempts']})"),
+        ("needs", ", ".join(job["needs"])),
+        *((name, _local(job[name])) for name in ("created", "started", "ended", "deadline")),
+        ("exit code", "" if job["exit_code"] is None else str(job["exit_code"])),
+        ("possible", ", ".join(job["actions"])),
+    ]
+    for name, value in rows:
+        if value:
+            out.print(f"[bold]{name:<10}[/] {escape(value)}", soft_wrap=True)
+
+
+def print_planned(planned: Info) -> None:
+    """Print what would happen if a job were submitted."""
+    plan, out = planned["plan"], console()
+    if "tile" in plan:
+        tiles = " x ".join(map(str, plan["tiles"]))
+        out.print(f"[bold]{'tile':<10}[/] {'x'.join(map(str, plan['tile']))}, {tiles} tiles")
+    out.print(f"[bold]{'memory':<10}[/] {_needs(planned)}")
+    out.print(f"[bold]{'predicted':<10}[/] {format_time(planned['predicted_s'])}")
+    if start := start_of(planned, time.time()):
+        out.print(f"[bold]{'starts':<10}[/] {start}")
+    if plan.get("c_exists"):
+        print_note(
+            "C is unfinished: the job goes on with it. If A, B or options have changed since, it fails. To "
+            "compute all of C anew, pass --overwrite"
+        )
+
+
+def _needs(job: Info) -> str:
+    parts = (("device", "device_bytes"), ("host", "host_bytes"), ("disk", "disk_bytes"))
+    return ", ".join(f"{name} {format_size(job[key])}" for name, key in parts if job.get(key))
+
+
+def _local(at: float | None) -> str:
+    return "" if at is None else datetime.fromtimestamp(at).isoformat(" ", "seconds")

@@ -189,7 +189,7 @@ def queue(
     if not jobs and chosen == _LIVE:
         click.echo("no job waits or runs; --all lists those that have ended")
         return
-    from oocgemm.cli.display_jobs import print_jobs
+    from oocgemm.cli.display import print_jobs
 
     print_jobs([job.info for job in jobs])
 
@@ -215,7 +215,7 @@ def status(id_: str, service: str | None, as_json: bool) -> None:
     if as_json:
         print_json(job.info)
         return
-    from oocgemm.cli.display_jobs import print_job
+    from oocgemm.cli.display import print_job
 
     print_job(job.info)
 

@@ -76,7 +76,7 @@ def submit(
         if as_json:
             print_json(planned)
             return
-        from oocgemm.cli.display_jobs import print_planned
+        from oocgemm.cli.display import print_planned
 
         print_planned(planned)
         return

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from oocgemm.cli import display_jobs
+from oocgemm.cli import display
 from oocgemm.service import transport
 from tests.support.command import command
 from tests.support.stub_service import Stub, stub_service
@@ -23,7 +23,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> float:
     """The time, which does not pass."""
-    monkeypatch.setattr(display_jobs, "time", SimpleNamespace(time=lambda: 1e9))
+    monkeypatch.setattr(display, "time", SimpleNamespace(time=lambda: 1e9))
     return 1e9
 
 

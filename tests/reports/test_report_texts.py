@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm.cli import display_jobs
+from oocgemm.cli import display
 from oocgemm.planning import Budgets
 from oocgemm.timeline import Span, Timeline, report
 from oocgemm.timeline.activities import recent_activity
@@ -120,6 +120,6 @@ def test_the_options_of_a_job_have_units(capsys: pytest.CaptureFixture[str]) -> 
     job |= {"state": "succeeded", "plan": {}, "progress": None, "priority": 0, "predicted_s": 1.0}
     job |= {"attempt": 1, "failures": 0, "max_attempts": 3, "needs": [], "actions": [], "device": None}
     job["options"] = {"device_memory": 3 << 30, "host_memory": 123 << 20, "memory": "2GiB", "beta": 1}
-    display_jobs.print_job(job)
+    display.print_job(job)
     shown = capsys.readouterr().out
     assert "device_memory 3 GiB, host_memory 123 MiB, memory 2GiB, beta 1" in shown
