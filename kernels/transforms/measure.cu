@@ -24,7 +24,7 @@
 //   OOC_FILL      1: missing elements become the mean. 0: nothing is found
 //   OOC_RAISES    1: a missing element is an error
 //   OOC_CORRECTS  1: weights are found. 0: the numbers of the kernel expand are
-// Launch: blocks of 256 threads (oocgemm/kernels/transforms.py).
+// Launch: blocks of 256 threads (oocgemm/kernels/launches.py).
 #include "common/scalar.cuh"
 
 constexpr int ACROSS = 64, DOWN = 4, WIDTH = OOC_WIDTH, COLUMNS = ACROSS * WIDTH, ROWS = 1024;

@@ -14,7 +14,7 @@
 // Macros: that of transforms/steps.cuh, and
 //   OOC_STORED   type of the elements of the block (common/scalar.cuh)
 //   OOC_MISSING  0: no element is missing. 1: elements equal to `code` are. 2: NaN are
-// Launch: blocks of 256 threads (oocgemm/kernels/transforms.py).
+// Launch: blocks of 256 threads (oocgemm/kernels/launches.py).
 #include "common/scalar.cuh"
 #include "transforms/steps.cuh"
 

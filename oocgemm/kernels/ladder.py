@@ -24,6 +24,7 @@ from oocgemm.kernels import RUNGS
 from oocgemm.kernels.launches import check_sink
 from oocgemm.kernels.spec import (
     H200,
+    SECTOR,
     Access,
     Call,
     Device,
@@ -31,13 +32,12 @@ from oocgemm.kernels.spec import (
     Launch,
     Params,
     TensorMap,
-    blocks,
     conflicts,
-    stores,
     tiles_sectors,
     warps_sectors,
 )
 from oocgemm.planning import DTYPES, Op, Plan
+from oocgemm.planning.tiling import ceil_div
 
 
 def _tiled(
@@ -53,10 +53,16 @@ def _tiled(
     """
 
     def launch(call: Call, params: Params) -> Launch:
-        tiles = blocks(call.m, params[rows]) * blocks(call.n, params[cols])
+        tiles = ceil_div(call.m, params[rows]) * ceil_div(call.n, params[cols])
         return Launch((tiles, 1, 1), (threads(params), 1, 1), shared(call, params))
 
     return launch
+
+
+def _accesses(call: Call, loaded: int, conflicting: int = 0) -> Access:
+    """Return the memory accesses of a kernel that loads `loaded` sectors of A and B, and stores all of C."""
+    sectors = call.m * ceil_div(call.n * DTYPES[call.accumulator].itemsize, SECTOR)
+    return Access(loaded + (sectors if call.beta != 0 else 0), sectors, conflicting)
 
 
 def _tile_model(
@@ -64,34 +70,28 @@ def _tile_model(
 ) -> Callable[[Call, Params], Access]:
     """Return a function that predicts the memory accesses of a kernel that tiles A and B in shared memory.
 
-    Each thread block copies rows x depth elements of op(A) and depth x cols elements of op(B) at a time.
-
-    Args:
-        rows, cols, depth: the names of the kernel's parameters that have these extents.
-        reads: returns, for the kernel's parameters, the patterns in which a warp reads shared memory (see
-            `conflicts`).
+    Each thread block copies rows x depth elements of op(A) and depth x cols elements of op(B) at a time:
+    these are names of parameters. `reads` returns, for the parameters, the patterns in which a warp reads
+    shared memory (see `conflicts`).
     """
 
     def model(call: Call, params: Params) -> Access:
         stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
         r, c, d = params[rows], params[cols], params[depth]
-        loaded = tiles_sectors(call.m, call.n, call.k, stored, r, c)
-        old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
         writes: list[Callable[[int], int]] = []
         if call.op_a.swaps:
             writes.append(lambda lane: lane % r * (d + 1) + lane // r)
         if call.op_b.swaps:
             writes.append(lambda lane: lane % d * (c + 1) + lane // d)
-        return Access(loaded + old, new, conflicts(accumulated, *reads(params), *writes))
+        loaded = tiles_sectors(call.m, call.n, call.k, stored, r, c)
+        return _accesses(call, loaded, conflicts(accumulated, *reads(params), *writes))
 
     return model
 
 
 def _naive_model(call: Call, params: Params) -> Access:
-    stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
-    loaded = warps_sectors(call.m, call.n, call.k, stored, params["BLOCK_X"])
-    old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
-    return Access(loaded + old, new)
+    itemsize = DTYPES[call.dtype].itemsize
+    return _accesses(call, warps_sectors(call.m, call.n, call.k, itemsize, params["BLOCK_X"]))
 
 
 def _liang_opt_model(call: Call, params: Params) -> Access:
@@ -105,17 +105,14 @@ def _liang_opt_model(call: Call, params: Params) -> Access:
 
 def _single_block_model(call: Call, params: Params) -> Access:
     stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
-    loaded = tiles_sectors(call.m, call.n, call.k, stored, max(1, call.m), max(1, call.n))
-    old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
     n, k = max(1, call.n), call.k
-    return Access(
-        loaded + old, new, conflicts(accumulated, lambda lane: lane // n * k, lambda lane: lane % n)
-    )
+    loaded = tiles_sectors(call.m, call.n, k, stored, max(1, call.m), n)
+    return _accesses(call, loaded, conflicts(accumulated, lambda lane: lane // n * k, lambda lane: lane % n))
 
 
 def _naive(call: Call, params: Params) -> Launch:
     x, y = params["BLOCK_X"], params["BLOCK_Y"]
-    return Launch((blocks(call.n, x), blocks(call.m, y), 1), (x, y, 1))
+    return Launch((ceil_div(call.n, x), ceil_div(call.m, y), 1), (x, y, 1))
 
 
 def _naive_refuses(call: Call, params: Params) -> str | None:
@@ -301,7 +298,7 @@ def _wgmma_tile(p: Params) -> tuple[int, int]:
 def _wgmma(call: Call, p: Params) -> Launch:
     x, y = _wgmma_tile(p)
     rows, cols = (call.n, call.m) if _swaps(call) else (call.m, call.n)
-    tiles = blocks(rows, x * p["CLUSTER"]) * blocks(cols, y)
+    tiles = ceil_div(rows, x * p["CLUSTER"]) * ceil_div(cols, y)
     clusters = max(1, min(call.device.processors // p["CLUSTER"], tiles))
     # Bytes: per stage, a part of each operand and two 8-byte barriers; then two barriers; 1024 to align.
     shared = p["STAGES"] * ((x + y) * 128 + 16) + 16 + 1024
@@ -316,19 +313,12 @@ def _tma_refuses(call: Call) -> str | None:
     return None
 
 
-def _wgmma_refuses(call: Call, p: Params) -> str | None:
-    if call.dtype == "float32" and call.op_a.swaps and not call.op_b.swaps:
-        return "wgmma takes no tf32 operands with A transposed and B not transposed"
-    return _tma_refuses(call)
+def _maps(call: Call, dtype: str, rows_a: int, rows_b: int) -> tuple[TensorMap, TensorMap]:
+    """Describe A and B for copies of `rows_a` rows of op(A), or `rows_b` columns of op(B), of 128 bytes each.
 
-
-def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
-    x, y = _wgmma_tile(p)
-    # All thread blocks of a cluster need the same `y` rows of one operand, and each copies an equal part.
-    y //= p["CLUSTER"]
+    Elements that are not contiguous along k are copied in squares of 128 bytes instead.
+    """
     item = DTYPES[call.dtype].itemsize
-    dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32 while it copies
-    rows_a, rows_b = (y, x) if _swaps(call) else (x, y)
 
     def described(address: int, ld: int, k_major: bool, extent: int, rows: int) -> TensorMap:
         extents = (call.k, extent) if k_major else (extent, call.k)
@@ -339,6 +329,21 @@ def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
         described(call.a, call.lda, not call.op_a.swaps, call.m, rows_a),
         described(call.b, call.ldb, call.op_b.swaps, call.n, rows_b),
     )
+
+
+def _wgmma_refuses(call: Call, p: Params) -> str | None:
+    if call.dtype == "float32" and call.op_a.swaps and not call.op_b.swaps:
+        return "wgmma takes no tf32 operands with A transposed and B not transposed"
+    return _tma_refuses(call)
+
+
+def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
+    x, y = _wgmma_tile(p)
+    # All thread blocks of a cluster need the same `y` rows of one operand, and each copies an equal part.
+    y //= p["CLUSTER"]
+    dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32 while it copies
+    rows_a, rows_b = (y, x) if _swaps(call) else (x, y)
+    return _maps(call, dtype, rows_a, rows_b)
 
 
 def _wgmma_params(
@@ -352,7 +357,7 @@ def _wgmma_params(
 
 
 def _f64_tma(call: Call, p: Params) -> Launch:
-    tiles = blocks(call.m, p["BLOCK_M"] * p["CLUSTER"]) * blocks(call.n, p["BLOCK_N"])
+    tiles = ceil_div(call.m, p["BLOCK_M"] * p["CLUSTER"]) * ceil_div(call.n, p["BLOCK_N"])
     clusters = max(1, min(call.device.processors // p["CLUSTER"], tiles))
     shared = 2 * p["STAGES"] * ((p["BLOCK_M"] + p["BLOCK_N"]) * 128 + 16) + 16 + 1024
     return Launch((clusters * p["CLUSTER"], 1, 1), (384, 1, 1), shared)
@@ -365,14 +370,7 @@ def _f64_tma_refuses(call: Call, p: Params) -> str | None:
 
 
 def _f64_tma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
-    def described(address: int, ld: int, k_major: bool, extent: int, rows: int) -> TensorMap:
-        extents = (call.k, extent) if k_major else (extent, call.k)
-        return TensorMap("float64", address, extents, (ld * 8,), (16, rows if k_major else 16), 128)
-
-    return (
-        described(call.a, call.lda, not call.op_a.swaps, call.m, p["BLOCK_M"]),
-        described(call.b, call.ldb, call.op_b.swaps, call.n, p["BLOCK_N"] // p["CLUSTER"]),
-    )
+    return _maps(call, "float64", p["BLOCK_M"], p["BLOCK_N"] // p["CLUSTER"])
 
 
 def _f64_tma_params(cluster: int, group: int) -> Params:

@@ -4,6 +4,7 @@ This module does not import cupy.
 
 - `kernels/emulation`: float64 and float32 products from int8 products. Operands are split into residues
   modulo several small numbers (the moduli), the residues are multiplied, and the results are combined.
+- `kernels/transforms`: steps on elements of A and B, and the means and scales that they need.
 - `kernels/epilogue`: steps on elements of C, and reductions of its rows.
 - `kernels/selection`: elements of C that are kept (topk.cu, threshold.cu).
 - `kernels/encoding`: chunks of a strip of C, compressed.
@@ -12,17 +13,34 @@ This module does not import cupy.
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import isnan
 from typing import NamedTuple
 
 from oocgemm.errors import InputError
-from oocgemm.kernels.spec import C_TYPES, Device, Launch, TensorMap, blocks
+from oocgemm.kernels.spec import C_TYPES, Device, Launch, TensorMap
 from oocgemm.planning import Division, GemmProblem, index_bytes
 from oocgemm.planning.cost.coding import ALIGNMENT, FIXED
+from oocgemm.planning.elements import MAX_STEPS as MAX_ELEMENT_STEPS
+from oocgemm.planning.elements import ElementStep, missing_code
 from oocgemm.planning.emulation import LEVELS, residues
 from oocgemm.planning.epilogue import MAX_STEPS, REDUCTIONS
 from oocgemm.planning.selection import SEGMENT
 from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Sink
 from oocgemm.planning.tiling import Shape, ceil_div, round_up
+
+# The numbers of thread blocks along x, y and z.
+Grid = tuple[int, int, int]
+
+
+def _defined(**macros: object) -> tuple[str, ...]:
+    return tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ",".join(map(repr, values))
+
+
+# --- kernels/emulation --------------------------------------------------------------------------------------
 
 # Macros of ozaki_multiply.cu, which explains them.
 STAGES, GROUP = 4, 8
@@ -34,33 +52,29 @@ _BOX = 128
 
 @lru_cache
 def split_options(dtype: str, k_major: bool, number: int) -> tuple[str, ...]:
-    """Return the compiler options of ozaki_split.cu, which splits a matrix into residues.
+    """Return the options of ozaki_split.cu, which splits a matrix into residues for `number` moduli.
 
-    Args:
-        dtype: dtype of the matrix.
-        k_major: whether elements along k are contiguous in memory.
-        number: number of moduli.
+    If `k_major`, elements along k are contiguous in memory.
     """
     found = residues(number)
-    return (
-        f"-DOOC_STORED={C_TYPES[dtype]}",
-        f"-DOOC_K_MAJOR={int(k_major)}",
-        f"-DOOC_MODULI={_listed(found.moduli)}",
-        f"-DOOC_EXPONENT={found.exponent!r}",
-        f"-DOOC_LEVELS={_listed(LEVELS)}",
+    return _defined(
+        STORED=C_TYPES[dtype],
+        K_MAJOR=int(k_major),
+        MODULI=_listed(found.moduli),
+        EXPONENT=found.exponent,
+        LEVELS=_listed(LEVELS),
     )
 
 
 @lru_cache
 def multiply_options(number: int) -> tuple[str, ...]:
-    """Return the compiler options of ozaki_multiply.cu, which multiplies residues, for `number` moduli."""
-    moduli = _listed(residues(number).moduli)
-    return f"-DOOC_MODULI={moduli}", f"-DSTAGES={STAGES}", f"-DGROUP={GROUP}"
+    """Return the options of ozaki_multiply.cu, which multiplies residues for `number` moduli."""
+    return *_defined(MODULI=_listed(residues(number).moduli)), f"-DSTAGES={STAGES}", f"-DGROUP={GROUP}"
 
 
 def multiply_launch(device: Device, rows: int, columns: int, number: int) -> Launch:
     """Return the launch of ozaki_multiply.cu for `rows` x `columns` elements of C and `number` moduli."""
-    tiles = number * blocks(rows, _TILE[0]) * blocks(columns, _TILE[1])
+    tiles = number * ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1])
     clusters = max(1, min(device.processors // 2, tiles))
     return Launch((2 * clusters, 1, 1), (384, 1, 1), STAGES * (3 * _BOX * 128 + 16) + 1024)
 
@@ -76,24 +90,117 @@ def planes_map(address: int, ld: int, rows: int, number: int, plane: int) -> Ten
 
 @lru_cache
 def combine_options(dtype: str, number: int) -> tuple[str, ...]:
-    """Return the compiler options of ozaki_combine.cu, which computes C from its residues.
-
-    Args:
-        dtype: dtype of C.
-        number: number of moduli.
-    """
+    """Return the options of ozaki_combine.cu, which computes C of this dtype from residues."""
     found = residues(number)
-    return (
-        f"-DOOC_STORED={C_TYPES[dtype]}",
-        f"-DOOC_WEIGHTS={','.join('{' + _listed(parts) + '}' for parts in found.weights)}",
-        f"-DOOC_MODULUS={_listed(found.modulus)}",
-        f"-DOOC_INVERSE={found.inverse!r}",
+    return _defined(
+        STORED=C_TYPES[dtype],
+        WEIGHTS=",".join("{" + _listed(parts) + "}" for parts in found.weights),
+        MODULUS=_listed(found.modulus),
+        INVERSE=found.inverse,
     )
 
 
-def _listed(values: Sequence[float]) -> str:
-    return ",".join(map(repr, values))
+# --- kernels/transforms -------------------------------------------------------------------------------------
 
+# Elements of a row that a thread loads and stores together, if rows consist of whole groups of them.
+WIDTH = 4
+# Threads across a row in a thread block, rows that a block transforms, and CUDA's limit on blocks along y.
+_THREADS, _ROWS, _MAX_DOWN = 64, 64, 65535
+# Rows, or columns, of the parts into which the kernels moments_columns and moments_rows cut a line, and how
+# many numbers they find of each.
+_PART_ROWS, _PART_COLS, MOMENTS = 128, 4096, 5
+# Rows per thread block of the kernels measure_sums and measure_products, if k is along columns.
+_SUMMED, _BLOCK_ROWS = 1024, 32
+# How a kernel counts the axis of the numbers of a step.
+AXES = ("", "rows", "cols")
+
+
+class ElementNumbers(ctypes.Structure):
+    """The argument `step_t` of a kernel: the address of the numbers of a panel, and the constants."""
+
+    _fields_ = (("numbers", ctypes.c_void_p), ("first", ctypes.c_double), ("second", ctypes.c_double))
+
+
+class Elements(ctypes.Structure):
+    """The argument `elements_t` of a kernel."""
+
+    _fields_ = (("steps", ElementNumbers * MAX_ELEMENT_STEPS),)
+
+
+@lru_cache
+def expand_options(stored: str, result: str, steps: tuple[ElementStep, ...], width: int) -> tuple[str, ...]:
+    """Return the options of expand.cu, for the dtypes before and after the steps, and 1 or `WIDTH`."""
+    # Logarithms take so many registers that those of two rows would be spilled.
+    unroll = 1 if any(step.kind == "log1p" for step in steps) else 2
+    types = {"STORED": C_TYPES[stored], "RESULT": C_TYPES[result]}
+    return _defined(**types, CHAIN=_chain(steps), WIDTH=width, UNROLL=unroll)
+
+
+def _chain(steps: Sequence[ElementStep]) -> str:
+    return "".join(
+        f"OOC_STEP({_form(step)},{number},{AXES.index(step.axis)})" for number, step in enumerate(steps)
+    )
+
+
+def _form(step: ElementStep) -> str:
+    """Return the name of the function that does a step, in kernels/transforms/steps.cuh."""
+    return f"{step.kind}_nan" if any(map(isnan, step.constants)) else step.kind
+
+
+def expand_grid(rows: int, cols: int, width: int) -> Grid:
+    return ceil_div(cols, _THREADS * width), min(ceil_div(rows, _ROWS), _MAX_DOWN), 1
+
+
+@lru_cache
+def measure_options(by_column: bool, steps: tuple[ElementStep, ...], width: int) -> tuple[str, ...]:
+    """Return the options of measure.cu, whose kernels find the numbers of steps whose source is the panel.
+
+    If `by_column`, indices along k are columns of the panel, rather than rows.
+    """
+    rules = {step.kind: step.rule for step in steps if step.in_panel}
+    return _defined(
+        K_AXIS=int(by_column),
+        MISSING=int(missing_code(steps) is not None),
+        WIDTH=width,
+        CENTER=int("center" in rules or "correct" in rules),
+        SCALE=("", "k", "hwe").index(rules.get("scale", "")),
+        FILL=int(rules.get("impute") == "mean"),
+        RAISES=int(rules.get("impute") == "raise"),
+        CORRECTS=int(any(step.is_deferred for step in steps)),
+    )
+
+
+def sums_grid(rows: int, cols: int, width: int, *, by_column: bool) -> Grid:
+    """Return the grid of the kernel measure_sums for a stored panel."""
+    return (ceil_div(cols, _THREADS * width), ceil_div(rows, _SUMMED), 1) if by_column else (rows, 1, 1)
+
+
+def products_grid(rows: int, cols: int, width: int, *, by_column: bool) -> Grid:
+    """Return the grid of the kernel measure_products for a stored panel."""
+    return (ceil_div(rows, _BLOCK_ROWS) if by_column else ceil_div(cols, _THREADS * width)), 1, 1
+
+
+@lru_cache
+def moments_options(stored: str, steps: tuple[ElementStep, ...], code: float | None) -> tuple[str, ...]:
+    """Return the options of moments.cu.
+
+    `steps` come before. `code` is that of missing elements, which may be NaN; None if no element is missing.
+    """
+    missing = 0 if code is None else 2 if isnan(code) else 1
+    return _defined(STORED=C_TYPES[stored], CHAIN=_chain(steps), MISSING=missing)
+
+
+def parts_of(rows: int, cols: int, axis: int) -> int:
+    """Return into how many parts the lines of a block along an axis are cut."""
+    return ceil_div(rows, _PART_ROWS) if axis == 0 else ceil_div(cols, _PART_COLS)
+
+
+def moments_grid(rows: int, cols: int, axis: int) -> Grid:
+    """Return the grid of the kernels for the columns (`axis` 0) or rows (1) of a block."""
+    return ceil_div(cols, 256) if axis == 0 else ceil_div(rows, 8), parts_of(rows, cols, axis), 1
+
+
+# --- kernels/epilogue ---------------------------------------------------------------------------------------
 
 # Maximum numbers of thread blocks along a row of the strip, and along its rows (CUDA allows 65535).
 _ACROSS, _DOWN = 64, 4096
@@ -114,34 +221,27 @@ class ChainNumbers(ctypes.Structure):
 
 
 def chain_options(problem: GemmProblem, result: str) -> tuple[str, ...]:
-    """Return the compiler options of the kernel chain, whose result has the dtype `result`."""
+    """Return the options of the kernel chain, whose result has the dtype `result`."""
     steps = "".join(f"OOC_STEP({step.kind},{number})" for number, step in enumerate(problem.epilogue))
-    macros = {
-        "ACCUMULATED": C_TYPES[problem.acc_dtype],
-        "STORED": C_TYPES[result],
-        "CHAIN": steps,
-        "READS": int(problem.reads_c),
-    }
-    return tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
+    types = {"ACCUMULATED": C_TYPES[problem.acc_dtype], "STORED": C_TYPES[result]}
+    return _defined(**types, CHAIN=steps, READS=int(problem.reads_c))
 
 
-def chain_grid(rows: int, cols: int) -> tuple[int, int, int]:
-    """Return the number of thread blocks along x, y and z for a strip of this shape."""
-    return max(1, min(_ACROSS, blocks(cols, 256))), max(1, min(_DOWN, blocks(rows, _GROUP))), 1
+def chain_grid(rows: int, cols: int) -> Grid:
+    return max(1, min(_ACROSS, ceil_div(cols, 256))), max(1, min(_DOWN, ceil_div(rows, _GROUP))), 1
 
 
 def reduce_options(problem: GemmProblem) -> tuple[str, ...]:
-    """Return the compiler options of the kernel reduce."""
     sink = problem.sink
     assert isinstance(sink, Reduced)
-    macros = {"ACCUMULATED": C_TYPES[problem.acc_dtype], "REDUCTION": REDUCTIONS.index(sink.reduction)}
-    return tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
+    return _defined(ACCUMULATED=C_TYPES[problem.acc_dtype], REDUCTION=REDUCTIONS.index(sink.reduction))
 
 
-def reduce_grid(rows: int) -> tuple[int, int, int]:
-    """Return the number of thread blocks along x, y and z for a strip of this many rows."""
+def reduce_grid(rows: int) -> Grid:
     return max(1, min(_DOWN, rows)), 1, 1
 
+
+# --- kernels/selection --------------------------------------------------------------------------------------
 
 # Largest number of elements of a row that the kernel selects. The buffer of a warp has room for 64 more, and
 # its size is a power of two.
@@ -170,33 +270,27 @@ def _room(count: int) -> int:
 
 @lru_cache
 def topk_options(problem: GemmProblem) -> tuple[str, ...]:
-    """Return the compiler options of the kernels topk and topk_columns."""
-    return _options(problem, {"ROOM": _room(problem.sink.per_row)})
+    """Return the options of the kernels topk and topk_columns."""
+    return _selecting(problem, ROOM=_room(problem.sink.per_row))
 
 
 @lru_cache
 def threshold_options(problem: GemmProblem) -> tuple[str, ...]:
-    """Return the compiler options of the kernel threshold."""
     sink = problem.sink
     assert isinstance(sink, AtLeast)
-    more = {"ABSOLUTE": int(sink.absolute), "TRIANGLE": int(problem.cover.halves)}
-    return _options(problem, {"ROOM": SEGMENT} | more)
+    triangle = int(problem.cover.halves)
+    return _selecting(problem, ROOM=SEGMENT, ABSOLUTE=int(sink.absolute), TRIANGLE=triangle)
 
 
-def _options(problem: GemmProblem, more: dict[str, int]) -> tuple[str, ...]:
-    macros = {
-        "ACCUMULATED": C_TYPES[problem.acc_dtype],
-        "WIDE": int(_is_wide(problem)),
-        "SCALED": int(problem.sink.scaled),
-    }
-    return tuple(f"-DOOC_{name}={value}" for name, value in (macros | more).items())
+def _selecting(problem: GemmProblem, **more: int) -> tuple[str, ...]:
+    wide, scaled = int(_is_wide(problem)), int(problem.sink.scaled)
+    return _defined(ACCUMULATED=C_TYPES[problem.acc_dtype], WIDE=wide, SCALED=scaled, **more)
 
 
 def topk_launch(problem: GemmProblem, rows: int) -> Launch:
-    """Return the launch of the kernel topk for a strip of this many rows."""
     each = _room(problem.sink.per_row) * (16 if _is_wide(problem) else 8)
     warps = max(1, min(_MAX_WARPS, _MAX_SHARED // each))
-    return Launch((min(_MAX_GRID, blocks(rows, warps)), 1, 1), (32 * warps, 1, 1), warps * each)
+    return Launch((min(_MAX_GRID, ceil_div(rows, warps)), 1, 1), (32 * warps, 1, 1), warps * each)
 
 
 def columns_launch(problem: GemmProblem, columns: int) -> Launch:
@@ -210,18 +304,19 @@ def columns_launch(problem: GemmProblem, columns: int) -> Launch:
     warps = _MAX_COLUMNS
     while warps > 1 and shared(warps) > _MAX_SHARED:
         warps //= 2
-    return Launch((min(_MAX_GRID, blocks(columns, warps)), 1, 1), (32 * warps, 1, 1), shared(warps))
+    return Launch((min(_MAX_GRID, ceil_div(columns, warps)), 1, 1), (32 * warps, 1, 1), shared(warps))
 
 
 def threshold_launch(rows: int) -> Launch:
-    """Return the launch of the kernel threshold for a strip of this many rows."""
-    return Launch((min(_MAX_GRID, blocks(rows, _MAX_WARPS)), 1, 1), (32 * _MAX_WARPS, 1, 1))
+    return Launch((min(_MAX_GRID, ceil_div(rows, _MAX_WARPS)), 1, 1), (32 * _MAX_WARPS, 1, 1))
 
 
 def _is_wide(problem: GemmProblem) -> bool:
     """Tell whether scores are float64."""
     return problem.c_dtype == "void128"
 
+
+# --- kernels/encoding ---------------------------------------------------------------------------------------
 
 # Elements of a chunk that a thread block of the kernel `shuffle` gathers.
 _ELEMENTS = 1 << 10

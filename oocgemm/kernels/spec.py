@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from oocgemm.planning import DTYPES, Op
+from oocgemm.planning.tiling import ceil_div
 
 # Threads per warp, banks of shared memory, bytes per bank word, and bytes per sector of device memory.
 WARP, BANKS, WORD, SECTOR = 32, 32, 4, 32
@@ -30,22 +31,13 @@ class Access:
     bank_conflicts: int = 0
 
 
-def stores(m: int, n: int, itemsize: int, *, reads: bool) -> tuple[int, int]:
-    """Return the numbers of sectors of C that a kernel loads and stores.
-
-    The kernel stores all of C. It loads C only if `reads` is True, that is, if beta is not 0.
-    """
-    sectors = m * -(-n * itemsize // SECTOR)
-    return sectors if reads else 0, sectors
-
-
 def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -> int:
     """Return the number of sectors of A and B that all thread blocks of a kernel load.
 
     A thread block computes `rows` x `cols` elements of C. It loads its rows of op(A) and its columns of op(B)
     once, with coalesced accesses.
     """
-    return (m * k * -(-n // cols) + k * n * -(-m // rows)) * itemsize // SECTOR
+    return (m * k * ceil_div(n, cols) + k * n * ceil_div(m, rows)) * itemsize // SECTOR
 
 
 def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
@@ -56,8 +48,8 @@ def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
     """
     cols = min(cols, WARP)
     rows = WARP // cols
-    warps = -(-m // rows) * -(-n // cols)
-    return warps * k * (rows + -(-cols * itemsize // SECTOR))
+    warps = ceil_div(m, rows) * ceil_div(n, cols)
+    return warps * k * (rows + ceil_div(cols * itemsize, SECTOR))
 
 
 def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
@@ -71,20 +63,19 @@ def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
     >>> conflicts(8, lambda thread: thread), conflicts(8, lambda thread: thread // 16 * 16)
     (0, 0)
     """
-    return max(_extra_cycles(itemsize, pattern) for pattern in patterns)
-
-
-def _extra_cycles(itemsize: int, pattern: Callable[[int], int]) -> int:
     # Only threads that are served at the same time can conflict: a warp for elements of up to 4 bytes, half a
     # warp for 8 bytes, and a quarter for 16 bytes.
     together = WARP * WORD // max(WORD, itemsize)
-    extra = 0
-    for first in range(0, WARP, together):
-        addresses = (pattern(lane) * itemsize for lane in range(first, first + together))
-        words = {address + part for address in addresses for part in range(0, itemsize, WORD)}
-        banks = Counter(word // WORD % BANKS for word in words)
-        extra += max(banks.values()) - -(-len(words) // BANKS)
-    return extra
+    worst = 0
+    for pattern in patterns:
+        extra = 0
+        for first in range(0, WARP, together):
+            addresses = (pattern(lane) * itemsize for lane in range(first, first + together))
+            words = {address + part for address in addresses for part in range(0, itemsize, WORD)}
+            banks = Counter(word // WORD % BANKS for word in words)
+            extra += max(banks.values()) - ceil_div(len(words), BANKS)
+        worst = max(worst, extra)
+    return worst
 
 
 Params = Mapping[str, int]
@@ -304,8 +295,3 @@ def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> t
         **params,
     }
     return tuple(f"-D{macro}={value}" for macro, value in macros.items())
-
-
-def blocks(extent: int, tile: int) -> int:
-    """Return how many tiles cover an extent: `extent` divided by `tile`, rounded up."""
-    return -(-extent // tile)

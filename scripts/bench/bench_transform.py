@@ -89,7 +89,7 @@ def kernel_rates(people: int) -> dict[str, float]:
     import cupy
 
     from oocgemm.backends.cuda.launch import Kernels
-    from oocgemm.kernels.transforms import expand_grid, expand_options
+    from oocgemm.kernels.launches import expand_grid, expand_options
 
     found, rows = {}, people // 4 * 4
     for (stored, result), shape in product(

@@ -18,7 +18,7 @@ from oocgemm import Transform
 from oocgemm.errors import InputError
 from oocgemm.jobs import transforming as transforms
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.transforms import WIDTH, measure_options, products_grid, sums_grid
+from oocgemm.kernels.launches import WIDTH, measure_options, products_grid, sums_grid
 from oocgemm.planning.elements import ElementStep, missing_code
 from oocgemm.planning.problem import Operand
 from tests.support.backends_here import CUDA

@@ -20,7 +20,7 @@ from oocgemm import Transform
 from oocgemm.backends.base import Pageable, Swept
 from oocgemm.jobs import stats as statistics
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.transforms import (
+from oocgemm.kernels.launches import (
     MOMENTS,
     ElementNumbers,
     Elements,

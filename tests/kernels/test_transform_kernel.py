@@ -15,7 +15,7 @@ import oocgemm
 from oocgemm import Transform
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.transforms import ElementNumbers, Elements, expand_options
+from oocgemm.kernels.launches import ElementNumbers, Elements, expand_options
 from oocgemm.planning.elements import ElementStep
 from oocgemm.stores.element_forms import apply
 from tests.support.backends_here import CUDA

@@ -16,8 +16,7 @@ import numpy as np
 from oocgemm.backends.base import Array, PanelNumbers, stored_shape
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.kernels.spec import blocks
-from oocgemm.kernels.transforms import (
+from oocgemm.kernels.launches import (
     WIDTH,
     ElementNumbers,
     Elements,
@@ -31,7 +30,7 @@ from oocgemm.planning import Operation, Plan, Region
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.elements import missing_code
 from oocgemm.planning.expansion import SUM_BYTES, expanded_bytes, measure_room, step_offsets
-from oocgemm.planning.tiling import length
+from oocgemm.planning.tiling import ceil_div, length
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
@@ -78,7 +77,7 @@ class Measurer:
         self._kernel("sums", width)(grid, *given, _long(problem.depth), _pointer(self._at + 8 * first))
         places = map(_pointer, (self._at, *self._numbers, self._weights, self._wrong.ptr))
         counts = map(_long, (first, columns, problem.depth, problem.m))
-        self._kernel("numbers", 1)((blocks(columns, 256), 1, 1), *counts, *places)
+        self._kernel("numbers", 1)((ceil_div(columns, 256), 1, 1), *counts, *places)
         if problem.is_corrected:
             grid = products_grid(rows, cols, width, by_column=self._by_column)
             places = map(_pointer, (self._weights + 8 * first, self._products))
@@ -98,7 +97,7 @@ class Measurer:
             (1, 1, 1), _long(problem.depth), *map(_pointer, (self._weights, self._square))
         )
         self._kernel("center", 1)(
-            *((blocks(problem.m, 256), 1, 1), _long(problem.m)),
+            *((ceil_div(problem.m, 256), 1, 1), _long(problem.m)),
             *map(ctypes.c_double, (problem.applied_alpha.real, divisor)),
             *map(_pointer, (self._products, self._square, rows, cols)),
         )

@@ -44,14 +44,14 @@ from oocgemm.kernels.launches import (
     topk_launch,
     topk_options,
 )
-from oocgemm.kernels.spec import C_TYPES, blocks
+from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Tier
 from oocgemm.planning.expansion import correction_bytes, number_offsets, scale_bytes
 from oocgemm.planning.schedule.operation import slot_of
 from oocgemm.planning.schedule.operations import mirrored_columns
 from oocgemm.planning.selection import COUNTER_BYTES, NONE, found_layout
 from oocgemm.planning.sinks import Applied, AtLeast, Largest, Reduced, Sink, Stored
-from oocgemm.planning.tiling import Range, length
+from oocgemm.planning.tiling import Range, ceil_div, length
 
 
 class ChainKernel:
@@ -416,7 +416,7 @@ class Turner:
         first = 0 if self._upper else pitch - extent
         with self._stream:
             self._complete(
-                (min(_MAX_GRID, blocks(extent, _SIDE) ** 2), 1, 1),
+                (min(_MAX_GRID, ceil_div(extent, _SIDE) ** 2), 1, 1),
                 *(_pointer(strip + first * self._size), *map(ctypes.c_longlong, (pitch, extent))),
             )
 
@@ -427,7 +427,7 @@ class Turner:
         def turn(strip: int, rows: Range, cols: Range, offset: int, stream: Any) -> int:
             source = strip + (cols[0] * pitch + rows[0]) * self._size
             result, extents = self._buffers + offset, (pitch, length(rows), length(cols))
-            squares = blocks(extents[1], _SIDE) * blocks(extents[2], _SIDE)
+            squares = ceil_div(extents[1], _SIDE) * ceil_div(extents[2], _SIDE)
             with stream:
                 self._turn(
                     (min(_MAX_GRID, squares), 1, 1),

@@ -15,8 +15,7 @@ from oocgemm.backends.cuda.host_memory import keep_ring, take_ring
 from oocgemm.backends.cuda.pageable import Ring
 from oocgemm.backends.cuda.warm import Warm, take
 from oocgemm.errors import OutOfMemoryError
-from oocgemm.kernels.spec import blocks
-from oocgemm.kernels.transforms import (
+from oocgemm.kernels.launches import (
     MOMENTS,
     ElementNumbers,
     Elements,
@@ -24,7 +23,7 @@ from oocgemm.kernels.transforms import (
     moments_options,
     parts_of,
 )
-from oocgemm.planning.tiling import length, round_up
+from oocgemm.planning.tiling import ceil_div, length, round_up
 
 # Blocks that are on the device at the same time, and those that are being copied to it.
 SLOTS, COPYING = 4, 3
@@ -141,7 +140,7 @@ class Sweep:
                 *(_pointer(at), _long(rows), _long(cols), code, steps, parts, stride),
             )
             self._kernel("moments_merge")(
-                (blocks(lines, 256), 1, 1),
+                (ceil_div(lines, 256), 1, 1),
                 *(_long(lines), _long(count), parts, stride, _long(first), _long(self._room.lines)),
                 _pointer(self._address),
             )

@@ -14,9 +14,8 @@ import numpy as np
 
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.host.finish import reduce_rows, run_chain
-from oocgemm.kernels.launches import ChainNumbers
+from oocgemm.kernels.launches import AXES, MOMENTS, ChainNumbers, Elements, parts_of
 from oocgemm.kernels.spec import C_TYPES, Arguments
-from oocgemm.kernels.transforms import AXES, MOMENTS, Elements, parts_of
 from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.epilogue import REDUCTIONS, Step
 from oocgemm.stores.element_forms import apply
