@@ -516,8 +516,9 @@ class PcaOptions(_Engine, _Memory, _Access, _Devices, _Device, _Watch, total=Fal
     """Options of `oocgemm.pca`. `oocgemm.gemm` describes each."""
 
 
-# What follows are the options that belong to one verb, in front of those that it shares. They are parameters
-# of the functions, so that no function takes them as `**options`.
+# What follows are the options that belong to one verb, in front of those that it shares. The classes named
+# for verbs have all but `dry_run`. The functions take own options as parameters, and shared ones as
+# `**options`; the classes type the calls with and without `dry_run`.
 
 
 class _DryRun(TypedDict, total=False):
@@ -532,8 +533,7 @@ class _DryRun(TypedDict, total=False):
     ]
 
 
-class GemmArguments(Options, _DryRun, total=False):
-    """All options of `oocgemm.gemm`."""
+GemmArguments = Options
 
 
 class _Axis(TypedDict, total=False):
@@ -563,13 +563,11 @@ class _Uplo(TypedDict, total=False):
     ]
 
 
-class GramArguments(_Uplo, _Axis, GramOptions, _DryRun, total=False):
+class GramArguments(_Uplo, _Axis, GramOptions, total=False):
     """All options of `oocgemm.gram`."""
 
 
-class SimilarityArguments(SimilarityOptions, _DryRun, total=False):
-    """All options of `oocgemm.similarity`."""
-
+class _Similar(TypedDict, total=False):
     topk: Annotated[
         int | None,
         Option(
@@ -588,6 +586,9 @@ class SimilarityArguments(SimilarityOptions, _DryRun, total=False):
             metavar="NUMBER",
         ),
     ]
+
+
+class _Compared(TypedDict, total=False):
     metric: Annotated[
         str,
         Option(
@@ -607,9 +608,15 @@ class SimilarityArguments(SimilarityOptions, _DryRun, total=False):
     ]
 
 
-class CorrArguments(_Axis, CorrelationOptions, _DryRun, total=False):
-    """All options of `oocgemm.corr`."""
+class ComparisonOptions(_Compared, SimilarityOptions, total=False):
+    """Options of `oocgemm.similarity`, but for what is found."""
 
+
+class SimilarityArguments(_Similar, ComparisonOptions, total=False):
+    """All options of `oocgemm.similarity`."""
+
+
+class _Correlated(TypedDict, total=False):
     topk: Annotated[
         int | None,
         Option("Store only the N largest coefficients of each row.", "As `similarity` does.", metavar="N"),
@@ -618,6 +625,9 @@ class CorrArguments(_Axis, CorrelationOptions, _DryRun, total=False):
         float | None,
         Option("Store only coefficients of at least this magnitude, such as 0.5.", metavar="NUMBER"),
     ]
+
+
+class _Constant(TypedDict, total=False):
     constant: Annotated[
         str,
         Option(
@@ -632,7 +642,15 @@ class CorrArguments(_Axis, CorrelationOptions, _DryRun, total=False):
     ]
 
 
-class CovArguments(_Axis, CorrelationOptions, _DryRun, total=False):
+class CoefficientOptions(_Constant, CorrelationOptions, total=False):
+    """Options of `oocgemm.corr`, but for which coefficients are found, and the axis."""
+
+
+class CorrArguments(_Axis, _Correlated, CoefficientOptions, total=False):
+    """All options of `oocgemm.corr`."""
+
+
+class CovArguments(_Axis, CorrelationOptions, total=False):
     """All options of `oocgemm.cov`."""
 
     ddof: Annotated[
@@ -641,7 +659,7 @@ class CovArguments(_Axis, CorrelationOptions, _DryRun, total=False):
     ]
 
 
-class GrmArguments(_Uplo, _Axis, DenseOptions, _DryRun, total=False):
+class GrmArguments(_Uplo, _Axis, DenseOptions, total=False):
     """All options of `oocgemm.grm`."""
 
     method: Annotated[
@@ -695,7 +713,7 @@ class GrmArguments(_Uplo, _Axis, DenseOptions, _DryRun, total=False):
     ]
 
 
-class PcaArguments(_Transform, PcaOptions, _DryRun, total=False):
+class PcaArguments(_Transform, PcaOptions, total=False):
     """All options of `oocgemm.pca`."""
 
     center: Annotated[
@@ -757,7 +775,7 @@ class PcaArguments(_Transform, PcaOptions, _DryRun, total=False):
     ]
 
 
-class KernelMatmulArguments(PairOptions, _DryRun, total=False):
+class KernelMatmulArguments(PairOptions, total=False):
     """All options of `oocgemm.kernel_matmul`."""
 
     gamma: Annotated[
@@ -766,11 +784,11 @@ class KernelMatmulArguments(PairOptions, _DryRun, total=False):
     ]
 
 
-class ReduceArguments(_Steps, _Transposes, PairOptions, _DryRun, total=False):
+class ReduceArguments(_Steps, _Transposes, PairOptions, total=False):
     """All options of `oocgemm.reduce`."""
 
 
-class LdScoresArguments(SimilarityOptions, _DryRun, total=False):
+class LdScoresArguments(SimilarityOptions, total=False):
     """All options of `oocgemm.ld_scores`."""
 
     window: Annotated[
@@ -813,18 +831,23 @@ PLAN_OPTIONS, OPTIONS = (frozenset(each.__annotations__) for each in (PlanOption
 SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__) | {"transform"}
 
 
+def _annotations(verb: str | type) -> dict[str, Any]:
+    """Return the annotated types of all options of a verb, or of those of one of the classes above."""
+    if isinstance(verb, type):
+        return verb.__annotations__
+    return VERBS[verb].__annotations__ | _DryRun.__annotations__
+
+
 def options_of(verb: str | type) -> dict[str, Option]:
     """Return the options of a verb, or of one of the classes above, by name, its own first."""
-    chosen = VERBS[verb] if isinstance(verb, str) else verb
-    last = [*Options.__annotations__, "dry_run"]
-    names = sorted(chosen.__annotations__, key=lambda name: name in last and 1 + (name == "dry_run"))
-    return {name: get_args(chosen.__annotations__[name])[1] for name in names}
+    found, last = _annotations(verb), [*Options.__annotations__, "dry_run"]
+    names = sorted(found, key=lambda name: name in last and 1 + (name == "dry_run"))
+    return {name: get_args(found[name])[1] for name in names}
 
 
 def types_of(verb: str | type, name: str) -> frozenset[Any]:
     """Return the types of the values of an option, without None."""
-    chosen = VERBS[verb] if isinstance(verb, str) else verb
-    kind = get_args(chosen.__annotations__[name])[0]
+    kind = get_args(_annotations(verb)[name])[0]
     alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     return frozenset(alternatives) - {type(None)}
 
@@ -844,23 +867,23 @@ def check_names(function: str, options: Iterable[str], known: type | Iterable[st
             )
 
 
-def documented(whole: type, shared: type | None = None) -> Callable[[F], F]:
-    """Return a decorator that replaces the line ``{options}`` of a docstring by the options of a class.
+def documented(verb: str, shared: type | None = None) -> Callable[[F], F]:
+    """Return a decorator that replaces the line ``{options}`` of a docstring by the options of a verb.
 
     Options that are also `shared` are named in one entry, as those of `gemm`.
     """
 
     def describe(function: F) -> F:
         if function.__doc__:  # python -OO removes it
-            function.__doc__ = function.__doc__.replace("        {options}\n", _entries(whole, shared))
+            function.__doc__ = function.__doc__.replace("        {options}\n", _entries(verb, shared))
         return function
 
     return describe
 
 
-def _entries(whole: type, shared: type | None) -> str:
+def _entries(verb: str, shared: type | None) -> str:
     known, lines = () if shared is None else tuple(shared.__annotations__), list[str]()
-    for name, option in options_of(whole).items():
+    for name, option in options_of(verb).items():
         if name in known:
             continue
         shown = option.shown or ("" if option.default in (None, False, ()) else repr(option.default))

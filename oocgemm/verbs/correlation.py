@@ -9,6 +9,7 @@ from oocgemm.jobs.execute import check_places
 from oocgemm.jobs.operands import op_of
 from oocgemm.jobs.options import (
     CONSTANT,
+    CoefficientOptions,
     CorrArguments,
     CorrelationOptions,
     CovArguments,
@@ -33,9 +34,8 @@ def corr(
     axis: int = 0,
     topk: None = None,
     threshold: None = None,
-    constant: str = "nan",
     dry_run: Literal[False] = False,
-    **options: Unpack[CorrelationOptions],
+    **options: Unpack[CoefficientOptions],
 ) -> Result: ...
 @overload
 def corr(
@@ -43,9 +43,8 @@ def corr(
     *,
     axis: int = 0,
     topk: int,
-    constant: str = "nan",
     dry_run: Literal[False] = False,
-    **options: Unpack[CorrelationOptions],
+    **options: Unpack[CoefficientOptions],
 ) -> Neighbors: ...
 @overload
 def corr(
@@ -53,23 +52,14 @@ def corr(
     *,
     axis: int = 0,
     threshold: float,
-    constant: str = "nan",
     dry_run: Literal[False] = False,
-    **options: Unpack[CorrelationOptions],
+    **options: Unpack[CoefficientOptions],
 ) -> Pairs: ...
 @overload
 def corr(
-    x: Operand,
-    out: Output = None,
-    *,
-    axis: int = 0,
-    topk: int | None = None,
-    threshold: float | None = None,
-    constant: str = "nan",
-    dry_run: Literal[True],
-    **options: Unpack[CorrelationOptions],
+    x: Operand, out: Output = None, *, dry_run: Literal[True], **options: Unpack[CorrArguments]
 ) -> Plan: ...
-@documented(CorrArguments, CorrelationOptions)
+@documented("corr", CorrelationOptions)
 def corr(
     x: Operand,
     out: Output = None,
@@ -135,25 +125,13 @@ def with_constant(request: Request, constant: str) -> Request:
 
 @overload
 def cov(
-    x: Operand,
-    out: Output = None,
-    *,
-    axis: int = 0,
-    ddof: int = 1,
-    dry_run: Literal[False] = False,
-    **options: Unpack[CorrelationOptions],
+    x: Operand, out: Output = None, *, dry_run: Literal[False] = False, **options: Unpack[CovArguments]
 ) -> Result: ...
 @overload
 def cov(
-    x: Operand,
-    out: Output = None,
-    *,
-    axis: int = 0,
-    ddof: int = 1,
-    dry_run: Literal[True],
-    **options: Unpack[CorrelationOptions],
+    x: Operand, out: Output = None, *, dry_run: Literal[True], **options: Unpack[CovArguments]
 ) -> Plan: ...
-@documented(CovArguments, CorrelationOptions)
+@documented("cov", CorrelationOptions)
 def cov(
     x: Operand,
     out: Output = None,

@@ -5,7 +5,6 @@ from typing import Any, Literal, Unpack, overload
 from oocgemm.errors import InputError
 from oocgemm.jobs.options import (
     PLAN_OPTIONS,
-    GemmArguments,
     Operand,
     Options,
     Output,
@@ -65,7 +64,7 @@ def gemm(
     dry_run: Literal[True],
     **options: Unpack[Options],
 ) -> Plan: ...
-@documented(GemmArguments)
+@documented("gemm")
 def gemm(
     a: Operand | None = None,
     b: Operand | None = None,

@@ -17,25 +17,13 @@ from oocgemm.jobs.run import Plan, Result, outcome, plan_request
 
 @overload
 def gram(
-    x: Operand,
-    out: Output = None,
-    *,
-    axis: int = 0,
-    uplo: str | None = None,
-    dry_run: Literal[False] = False,
-    **options: Unpack[GramOptions],
+    x: Operand, out: Output = None, *, dry_run: Literal[False] = False, **options: Unpack[GramArguments]
 ) -> Result: ...
 @overload
 def gram(
-    x: Operand,
-    out: Output = None,
-    *,
-    axis: int = 0,
-    uplo: str | None = None,
-    dry_run: Literal[True],
-    **options: Unpack[GramOptions],
+    x: Operand, out: Output = None, *, dry_run: Literal[True], **options: Unpack[GramArguments]
 ) -> Plan: ...
-@documented(GramArguments, GramOptions)
+@documented("gram", GramOptions)
 def gram(
     x: Operand,
     out: Output = None,

@@ -3,7 +3,7 @@
 from typing import Any, Literal, Unpack, overload
 
 from oocgemm import stores
-from oocgemm.jobs.options import KernelMatmulArguments, Operand, PairOptions, documented
+from oocgemm.jobs.options import Operand, PairOptions, documented
 from oocgemm.jobs.request import Destination
 from oocgemm.jobs.run import Plan
 from oocgemm.jobs.steps import Gaussian
@@ -33,7 +33,7 @@ def kernel_matmul(
     dry_run: Literal[True],
     **options: Unpack[PairOptions],
 ) -> Plan: ...
-@documented(KernelMatmulArguments, PairOptions)
+@documented("kernel_matmul", PairOptions)
 def kernel_matmul(
     x: Operand,
     v: Any,

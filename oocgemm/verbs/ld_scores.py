@@ -37,27 +37,11 @@ class LDScores:
 
 @overload
 def ld_scores(
-    x: Operand,
-    *,
-    window: int | None = None,
-    axis: int = 1,
-    adjusted: bool = True,
-    constant: str = "raise",
-    dry_run: Literal[False] = False,
-    **options: Unpack[SimilarityOptions],
+    x: Operand, *, dry_run: Literal[False] = False, **options: Unpack[LdScoresArguments]
 ) -> LDScores: ...
 @overload
-def ld_scores(
-    x: Operand,
-    *,
-    window: int | None = None,
-    axis: int = 1,
-    adjusted: bool = True,
-    constant: str = "raise",
-    dry_run: Literal[True],
-    **options: Unpack[SimilarityOptions],
-) -> Plan: ...
-@documented(LdScoresArguments, SimilarityOptions)
+def ld_scores(x: Operand, *, dry_run: Literal[True], **options: Unpack[LdScoresArguments]) -> Plan: ...
+@documented("ld_scores", SimilarityOptions)
 def ld_scores(
     x: Operand,
     *,

@@ -120,16 +120,8 @@ def pca(
     k: int,
     out: PathLike | None = None,
     *,
-    center: bool = True,
-    transform: Transform | None = None,
-    iterations: int = 6,
-    tol: float = 0.01,
-    oversampling: int = 10,
-    seed: int = 0,
-    scores: bool = False,
-    resume: bool = False,
     dry_run: Literal[False] = False,
-    **options: Unpack[PcaOptions],
+    **options: Unpack[PcaArguments],
 ) -> PCA: ...
 @overload
 def pca(
@@ -137,18 +129,10 @@ def pca(
     k: int,
     out: PathLike | None = None,
     *,
-    center: bool = True,
-    transform: Transform | None = None,
-    iterations: int = 6,
-    tol: float = 0.01,
-    oversampling: int = 10,
-    seed: int = 0,
-    scores: bool = False,
-    resume: bool = False,
     dry_run: Literal[True],
-    **options: Unpack[PcaOptions],
+    **options: Unpack[PcaArguments],
 ) -> PCAPlan: ...
-@documented(PcaArguments, PcaOptions)
+@documented("pca", PcaOptions)
 def pca(
     x: Operand,
     k: int,

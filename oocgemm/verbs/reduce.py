@@ -66,11 +66,8 @@ def reduce(
     b: Operand | None = None,
     *,
     to: TopK,
-    epilogue: Epilogue = (),
-    trans_a: Transpose = Op.N,
-    trans_b: Transpose = Op.N,
     dry_run: Literal[False] = False,
-    **options: Unpack[PairOptions],
+    **options: Unpack[ReduceArguments],
 ) -> Neighbors: ...
 @overload
 def reduce(
@@ -78,11 +75,8 @@ def reduce(
     b: Operand | None = None,
     *,
     to: Threshold,
-    epilogue: Epilogue = (),
-    trans_a: Transpose = Op.N,
-    trans_b: Transpose = Op.N,
     dry_run: Literal[False] = False,
-    **options: Unpack[PairOptions],
+    **options: Unpack[ReduceArguments],
 ) -> Pairs: ...
 @overload
 def reduce(
@@ -90,11 +84,8 @@ def reduce(
     b: Operand | None = None,
     *,
     to: Reduce | MatVec,
-    epilogue: Epilogue = (),
-    trans_a: Transpose = Op.N,
-    trans_b: Transpose = Op.N,
     dry_run: Literal[False] = False,
-    **options: Unpack[PairOptions],
+    **options: Unpack[ReduceArguments],
 ) -> Array: ...
 @overload
 def reduce(
@@ -102,13 +93,10 @@ def reduce(
     b: Operand | None = None,
     *,
     to: TopK | Threshold | Reduce | MatVec,
-    epilogue: Epilogue = (),
-    trans_a: Transpose = Op.N,
-    trans_b: Transpose = Op.N,
     dry_run: Literal[True],
-    **options: Unpack[PairOptions],
+    **options: Unpack[ReduceArguments],
 ) -> Plan: ...
-@documented(ReduceArguments, PairOptions)
+@documented("reduce", PairOptions)
 def reduce(
     a: Operand,
     b: Operand | None = None,

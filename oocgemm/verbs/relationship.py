@@ -67,35 +67,13 @@ class Relationships(Result):
 
 @overload
 def grm(
-    x: Operand,
-    out: Output = None,
-    *,
-    method: str = "gcta",
-    axis: int = 0,
-    uplo: str | None = None,
-    missing: float | None = MISSING,
-    cast: str | None = None,
-    pairwise: bool = False,
-    chromosomes: Chromosomes | None = None,
-    dry_run: Literal[False] = False,
-    **options: Unpack[DenseOptions],
+    x: Operand, out: Output = None, *, dry_run: Literal[False] = False, **options: Unpack[GrmArguments]
 ) -> Relationships: ...
 @overload
 def grm(
-    x: Operand,
-    out: Output = None,
-    *,
-    method: str = "gcta",
-    axis: int = 0,
-    uplo: str | None = None,
-    missing: float | None = MISSING,
-    cast: str | None = None,
-    pairwise: bool = False,
-    chromosomes: Chromosomes | None = None,
-    dry_run: Literal[True],
-    **options: Unpack[DenseOptions],
+    x: Operand, out: Output = None, *, dry_run: Literal[True], **options: Unpack[GrmArguments]
 ) -> tuple[Plan, ...]: ...
-@documented(GrmArguments, DenseOptions)
+@documented("grm", DenseOptions)
 def grm(
     x: Operand,
     out: Output = None,

@@ -13,6 +13,7 @@ from oocgemm.jobs import support
 from oocgemm.jobs.options import (
     METRICS,
     OPTIONS,
+    ComparisonOptions,
     Operand,
     SimilarityArguments,
     SimilarityOptions,
@@ -31,10 +32,8 @@ def similarity(
     *,
     topk: int,
     threshold: None = None,
-    metric: str = "cosine",
-    exclude_self: bool = True,
     dry_run: Literal[False] = False,
-    **options: Unpack[SimilarityOptions],
+    **options: Unpack[ComparisonOptions],
 ) -> Neighbors: ...
 @overload
 def similarity(
@@ -42,23 +41,12 @@ def similarity(
     *,
     topk: None = None,
     threshold: float,
-    metric: str = "cosine",
-    exclude_self: bool = True,
     dry_run: Literal[False] = False,
-    **options: Unpack[SimilarityOptions],
+    **options: Unpack[ComparisonOptions],
 ) -> Pairs: ...
 @overload
-def similarity(
-    e: Operand,
-    *,
-    topk: int | None = None,
-    threshold: float | None = None,
-    metric: str = "cosine",
-    exclude_self: bool = True,
-    dry_run: Literal[True],
-    **options: Unpack[SimilarityOptions],
-) -> Plan: ...
-@documented(SimilarityArguments, SimilarityOptions)
+def similarity(e: Operand, *, dry_run: Literal[True], **options: Unpack[SimilarityArguments]) -> Plan: ...
+@documented("similarity", SimilarityOptions)
 def similarity(
     e: Operand,
     *,
