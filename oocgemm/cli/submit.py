@@ -8,8 +8,9 @@ from oocgemm.cli.parameters import Place, option, transposes
 from oocgemm.cli.process import JSON, print_json, taking
 from oocgemm.cli.queue import SERVICE, Deadline, JobId, find, finish, wait_for
 from oocgemm.service.client import Client
-from oocgemm.service.job_planner import OPTIONS
+from oocgemm.service.job_planner import job_options
 
+# The defaults that the service does not take from the library.
 CHOSEN = dict.fromkeys(("device_memory", "host_memory"), "chosen by the service")
 
 
@@ -17,7 +18,7 @@ CHOSEN = dict.fromkeys(("device_memory", "host_memory"), "chosen by the service"
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.argument("c", type=Place())
-@taking(*(option("gemm", name, CHOSEN.get(name)) for name in OPTIONS))
+@taking(*(option("gemm", name, CHOSEN.get(name)) for name in job_options()))
 @click.option("--name", metavar="TEXT", default="", help="Name of the job in lists, such as kinship.")
 @click.option(
     "--priority",
@@ -75,10 +76,10 @@ def submit(
         planned = client.plan(a, b, c, **options)
         if as_json:
             print_json(planned)
-            return
-        from oocgemm.cli.display import print_planned
+        else:
+            from oocgemm.cli.display import print_planned
 
-        print_planned(planned)
+            print_planned(planned)
         return
     needed = find(client, needs)
     job = client.submit(

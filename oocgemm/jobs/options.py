@@ -82,12 +82,14 @@ class Field(NamedTuple):
         label, help: its name and what it does, in a few words.
         place: what the empty field says, if the default does not say it.
         choices: values and their texts; "" is the value of the default.
+        group: where it stands: beside an operand (its name), with the budgets, or with further options.
     """
 
     label: str
     help: str = ""
     place: str = ""
     choices: tuple[tuple[str, str], ...] = ()
+    group: str = "more"
 
 
 class Option(NamedTuple):
@@ -107,6 +109,8 @@ class Option(NamedTuple):
         flags: options of the command line that take no value, with their help. Without any, it is --name, and
             a flag if its type is bool.
         cli: whether the command line has it.
+        service: whether a job of a service may have it. A service chooses backend and devices, plans and
+            resumes by itself, and takes operands as they are stored.
         form: its field in the form of the service; None if the form has none.
     """
 
@@ -121,6 +125,7 @@ class Option(NamedTuple):
     most: int | None = None
     flags: tuple[tuple[str, str], ...] = ()
     cli: bool = True
+    service: bool = True
     form: Field | None = None
 
 
@@ -162,7 +167,9 @@ def _transpose(operand: str) -> Option:
             (f"--adjoint-{side}", f"Use the conjugate transpose of {operand}."),
         ),
         form=Field(
-            f"Use {operand}", choices=(("", "as stored"), ("T", "transposed"), ("C", "conjugate transposed"))
+            f"Use {operand}",
+            choices=(("", "as stored"), ("T", "transposed"), ("C", "conjugate transposed")),
+            group=side,
         ),
     )
 
@@ -182,6 +189,7 @@ def _changes(operand: str) -> Option:
         "center=k|FILE, scale=k|hwe|FILE, cast=DTYPE, such as missing=-1,center=k,scale=k,cast=float16. FILE "
         "is a .npy file with one number for each index.",
         metavar="CHANGES",
+        service=False,
     )
 
 
@@ -203,6 +211,7 @@ class _Steps(TypedDict, total=False):
             "None by default. (`reduce` computes sums, largest elements and more from C without storing it.)",
             (),
             cli=False,
+            service=False,
         ),
     ]
 
@@ -214,6 +223,7 @@ class _Engine(TypedDict, total=False):
             "What computes: cuda, host, or auto, which is cuda if a device is available, else host.",
             default="auto",
             choices=backends.NAMES,
+            service=False,
         ),
     ]
     kernel: Annotated[
@@ -274,7 +284,9 @@ class _Memory(TypedDict, total=False):
             "blocks of A, B and C.",
             shown="90% of free device memory; host backend: 37.5% of available RAM",
             metavar="SIZE",
-            form=Field("Device memory", "Upper bound, such as 8GiB.", "chosen by the service"),
+            form=Field(
+                "Device memory", "Upper bound, such as 8GiB.", "chosen by the service", group="budgets"
+            ),
         ),
     ]
     host_memory: Annotated[
@@ -284,7 +296,12 @@ class _Memory(TypedDict, total=False):
             "backend: upper bound on RAM for reading and writing.",
             shown="50% of available RAM; host backend: 12.5%",
             metavar="SIZE",
-            form=Field("Host memory", "Upper bound for buffers, such as 16GiB.", "chosen by the service"),
+            form=Field(
+                "Host memory",
+                "Upper bound for buffers, such as 16GiB.",
+                "chosen by the service",
+                group="budgets",
+            ),
         ),
     ]
 
@@ -335,6 +352,7 @@ class _Access(TypedDict, total=False):
             "of the host memory.",
             shown="64",
             metavar="N|A=N,B=N",
+            service=False,
         ),
     ]
     verify: Annotated[
@@ -376,12 +394,15 @@ class _Devices(TypedDict, total=False):
             "{device_memory} is then for each device, {host_memory} for all together.",
             "Also a sequence, such as [0, 1]. By default only {device} is used.",
             metavar="all|N,N,..",
+            service=False,
         ),
     ]
 
 
 class _Device(TypedDict, total=False):
-    device: Annotated[int, Option("Number of the CUDA device.", default=0, metavar="N", least=0)]
+    device: Annotated[
+        int, Option("Number of the CUDA device.", default=0, metavar="N", least=0, service=False)
+    ]
 
 
 class _Durability(TypedDict, total=False):
@@ -390,7 +411,7 @@ class _Durability(TypedDict, total=False):
         Option(
             "Replace the contents of an existing C, which must have the same shape and dtype.",
             default=False,
-            form=Field("Replace C", "if it exists"),
+            form=Field("Replace C", "if it exists", group="c"),
         ),
     ]
     resume: Annotated[
@@ -400,6 +421,7 @@ class _Durability(TypedDict, total=False):
             "The plan of that run is used. All arguments except the budgets must be those of that run. If "
             "there is no C, start a run; if C is complete, do nothing.",
             False,
+            service=False,
         ),
     ]
     trust_operands: Annotated[
@@ -420,6 +442,7 @@ class _Log(TypedDict, total=False):
         Option(
             "Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
             "It is written during the run.",
+            service=False,
         ),
     ]
 
@@ -432,6 +455,7 @@ class _Watch(TypedDict, total=False):
             "seconds. A callable receives the plan, and returns a function that is called with the `Span` of "
             "every finished operation.",
             cli=False,
+            service=False,
         ),
     ]
 
@@ -444,6 +468,7 @@ class _Workers(TypedDict, total=False):
             "A, B and C must be at paths. `oocgemm.distributed` describes how such a run works.",
             metavar="N",
             least=1,
+            service=False,
         ),
     ]
     client: Annotated[
@@ -452,6 +477,7 @@ class _Workers(TypedDict, total=False):
             "A dask.distributed `Client`: compute with all workers of its cluster. They must see A, B and C "
             "at the same paths as this process.",
             cli=False,
+            service=False,
         ),
     ]
     executor: Annotated[
@@ -460,6 +486,7 @@ class _Workers(TypedDict, total=False):
             "A `concurrent.futures.Executor`: compute with its workers, as with a client. {workers} is then "
             "the number of tasks at a time, by default that of the executor's workers.",
             cli=False,
+            service=False,
         ),
     ]
 
@@ -529,6 +556,7 @@ class _DryRun(TypedDict, total=False):
             "The result is a `Plan`, or several for products in sequence. No GPU is used; the cuda backend "
             "requires {device_memory}.",
             False,
+            service=False,
         ),
     ]
 
@@ -771,6 +799,7 @@ class PcaArguments(_Transform, PcaOptions, total=False):
             "Continue a run of the same command that was interrupted or killed.",
             "It wrote to `out`. Nothing to continue is no error.",
             False,
+            service=False,
         ),
     ]
 

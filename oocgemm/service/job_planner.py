@@ -25,26 +25,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from oocgemm.errors import BackendError, BudgetError, InputError
 from oocgemm.jobs import support
-from oocgemm.planning.units import format_size, parse_size
+from oocgemm.planning.units import format_size
 from oocgemm.service.backfill import Limits, Need
 from oocgemm.service.confinement import Confinement, environment, restrict_to
 from oocgemm.service.protocol import Reason, UnavailableError
 from oocgemm.system.text import LINES, plain
 
 if TYPE_CHECKING:
+    from oocgemm.jobs.options import Option
     from oocgemm.jobs.run import Plan
 
-# Options of a job: `oocgemm.jobs.options` describes those of `gemm`. The service chooses the backend and the
-# device, and it always resumes.
-OPTIONS = (
-    *("alpha", "beta", "trans_a", "trans_b", "compute", "decode", "kernel", "out_dtype", "memory"),
-    *("device_memory", "host_memory", "tile", "chunks", "compressor", "verify", "overwrite"),
-    "trust_operands",
-)
 # Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more
 # buffers than one that is created.
 MARGIN = 64 << 20
@@ -77,7 +72,7 @@ def checked(spec: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: a field is missing, unknown or of a wrong type.
     """
-    options = spec.get("options", {})
+    options, known = spec.get("options", {}), job_options()
     unknown = sorted({*spec} - {"a", "b", "c", "options"})
     if unknown:
         raise InputError(f"unknown fields {', '.join(unknown)}: a job has a, b, c and options")
@@ -92,12 +87,19 @@ def checked(spec: Mapping[str, Any]) -> dict[str, Any]:
             raise support.refusal(support.SERVICE, "URL", name=name)
         paths[name] = os.path.abspath(path)
     for name, value in options.items():
-        if name not in OPTIONS:
-            raise support.refusal(support.SERVICE, "option", name=name, known=", ".join(sorted(OPTIONS)))
+        if name not in known:
+            raise support.refusal(support.SERVICE, "option", name=name, known=", ".join(sorted(known)))
         if type(value) not in (allowed := json_types(name)):
             kinds = " or ".join(kind.__name__ for kind in allowed)
             raise InputError(f"option {name} must be of type {kinds}, not {type(value).__name__}")
     return {**paths, "options": dict(options)}
+
+
+def job_options() -> "dict[str, Option]":
+    """Return the options of `oocgemm.gemm` that a job may have, by name."""
+    from oocgemm.jobs.options import options_of
+
+    return {name: option for name, option in options_of("gemm").items() if option.service}
 
 
 def json_types(name: str) -> tuple[type, ...]:
@@ -116,24 +118,27 @@ def json_types(name: str) -> tuple[type, ...]:
 
 def arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a spec as keyword arguments of `oocgemm.gemm`."""
-    options = dict(spec["options"])
-    for name in ("alpha", "beta"):
-        if isinstance(options.get(name), str):
-            options[name] = _number(name, options[name])
-    if "chunks" in options:
-        chunks = options["chunks"]
-        if len(chunks) != 2 or any(type(each) is not int for each in chunks):
-            raise InputError(f"option chunks must be two integers, such as [1024, 1024], not {chunks}")
-        options["chunks"] = tuple(chunks)
-    return options
+    return {name: _argument(name, value) for name, value in spec["options"].items()}
 
 
-def _number(name: str, text: str) -> complex:
-    try:
-        value = complex(text)
-    except ValueError:
-        raise InputError(f"option {name} must be a number, such as 1.5 or 2+1j, not {text!r}") from None
-    return value if value.imag else value.real
+def _argument(name: str, value: Any) -> Any:
+    """Return the value of an option, given in JSON."""
+    if isinstance(value, list):
+        if len(value) != 2 or any(type(each) is not int for each in value):
+            raise InputError(f"option {name} must be two integers, such as [1024, 1024], not {value}")
+        return tuple(value)
+    if isinstance(value, str) and float in json_types(name):
+        try:
+            number = complex(value)
+        except ValueError:
+            raise InputError(f"option {name} must be a number, such as 1.5 or 2+1j, not {value!r}") from None
+        return number if number.imag else number.real
+    return value
+
+
+def _in_json(value: Any) -> bool:
+    """Return whether JSON can hold a value: not if it is complex, infinite or nan."""
+    return not isinstance(value, complex) and (not isinstance(value, float) or isfinite(value))
 
 
 def needs_before(options: Mapping[str, Any]) -> bool:
@@ -158,10 +163,12 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
     """
     from oocgemm.verbs import gemm
 
+    given = arguments(spec)
+    if not needs_before(given):
+        _check_incomplete(spec["c"])
     plan_with = partial(gemm.plan, *(spec[name] for name in "abc"))
-    options: dict[str, Any] = {"backend": backend} | arguments(spec)
-    _check_incomplete(spec["c"], options)
-    run = {name: options.pop(name) for name in _RUN & {*options}}
+    options: dict[str, Any] = {"backend": backend}
+    options |= {name: value for name, value in given.items() if name not in _RUN}
     host = limits.host // max(1, len(limits.devices))
     if backend == "host":  # both budgets are host memory
         defaults = {"device_memory": host * 3 // 4, "host_memory": host // 4}
@@ -169,21 +176,22 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         defaults = {"device_memory": max(limits.devices.values(), default=0), "host_memory": host}
     if "memory" in options:
         defaults = {} if backend == "host" else {"device_memory": defaults["device_memory"]}
-    options = defaults | options
-    plan = plan_with(**options)
+    plan = plan_with(**defaults | options)
     # The job itself gets both budgets, as small as they may be.
     options.pop("memory", None)
-    options |= {"device_memory": plan.budgets.device, "host_memory": plan.budgets.host}
+    budgets = {"device_memory": plan.budgets.device, "host_memory": plan.budgets.host}
     used = {
         "device_memory": plan.footprint.device_total,
         "host_memory": min(plan.footprint.host_total + MARGIN, plan.budgets.host),
     }
     try:
         plan = plan_with(**options | used)
-        options |= used
+        budgets = used
     except BudgetError:  # the search finds no plan in exactly this memory
         pass
-    need = _need(plan, options, backend, spec["c"])
+    device, host = budgets.values()
+    disk = 0 if os.path.exists(spec["c"]) else plan.problem.m * plan.problem.n * plan.problem.itemsizes["C"]
+    need = Need(0, device + host, disk) if backend == "host" else Need(device, host, disk)
     if (lacking := limits.lacking(need)) is not None:
         reason, needed, limit = lacking
         what = {Reason.DEVICE_MEMORY: "device memory", Reason.HOST_MEMORY: "host memory"}.get(reason, "disk")
@@ -192,18 +200,21 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
             raise InputError(text + "free space in the folder of C, or raise --disk-quota of the service")
         text += "pass smaller budgets, or raise the limit of the service"
         raise BudgetError(text, needed=_smallest(plan_with, options))
-    continues = os.path.exists(spec["c"]) and not (run.get("overwrite") or plan.problem.updates_c)
+    continues = os.path.exists(spec["c"]) and not (given.get("overwrite") or plan.problem.updates_c)
+    stored = {name: value if _in_json(value) else spec["options"][name] for name, value in given.items()}
+    stored.pop("memory", None)
+    stored |= {"backend": backend} | budgets
     summary = _summary(plan) | {"c_exists": continues}
-    return Planned(dict(spec) | {"options": options | run}, summary, need, plan.prediction.total)
+    return Planned(dict(spec) | {"options": stored}, summary, need, plan.prediction.total)
 
 
-def _check_incomplete(c: str, options: Mapping[str, Any]) -> None:
-    """Raise `InputError` if there is a complete C, which a job with these options would leave as it is."""
+def _check_incomplete(c: str) -> None:
+    """Raise `InputError` if there is a complete C, which a job would leave as it is."""
     from oocgemm.jobs import journal
     from oocgemm.jobs.request import Destination
     from oocgemm.stores import exists
 
-    if needs_before(options) or not exists(c):
+    if not exists(c):
         return
     folder = Destination.parse(c).journal_folder
     record = None if folder is None else journal.read(folder)
@@ -221,13 +232,6 @@ def _smallest(plan_with: Callable[..., object], options: Mapping[str, Any]) -> t
     except BudgetError as error:
         return error.needed
     return None
-
-
-def _need(plan: "Plan", options: Mapping[str, Any], backend: str, c: str) -> Need:
-    device, host = (parse_size(options[name]) for name in ("device_memory", "host_memory"))
-    problem = plan.problem
-    disk = 0 if os.path.exists(c) else problem.m * problem.n * problem.itemsizes["C"]
-    return Need(0, device + host, disk) if backend == "host" else Need(device, host, disk)
 
 
 def _summary(plan: "Plan") -> dict[str, Any]:

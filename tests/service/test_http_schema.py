@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from oocgemm.jobs.options import options_of
-from oocgemm.service.job_planner import OPTIONS
+from oocgemm.service.job_planner import job_options
 from oocgemm.service.protocol import Action
 from tests.support.real_server import RealServer, running_server
 from tests.support.suite import examples
@@ -64,17 +64,22 @@ def test_the_description_is_openapi_3_1_and_complete(server: RealServer) -> None
 
 def test_the_form_shows_options_as_the_table_describes_them(server: RealServer) -> None:
     schemas = server.ask("GET", "/v1/openapi.json").json()["components"]["schemas"]
-    assert {*schemas["OptionsBody"]["properties"]} == {*OPTIONS}
+    assert {*schemas["OptionsBody"]["properties"]} == {*job_options()}
     reply = server.ask("GET", "/static/options.js")
     assert reply.headers["Content-Type"].startswith("text/javascript")
-    shown = json.loads(reply.body.removeprefix(b"export const OPTIONS = ").removesuffix(b";\n"))
-    assert {*OPTIONS} - {*shown} == {"decode", "memory"}
-    listed = re.findall(r'"(\w+)"', server.ask("GET", "/static/fields.js").body.decode())
-    assert {*shown} <= {*listed}
+    served = json.loads(reply.body.removeprefix(b"export const OPTIONS = ").removesuffix(b";\n"))
+    shown = {each["name"]: each for each in served}
+    assert {*job_options()} - {*shown} == {"decode", "memory"}
+    script = server.ask("GET", "/static/fields.js").body.decode()
+    groups = re.findall(r'of\("(\w+)"\)', script)
+    assert {each["group"] for each in served} == {*groups} == {"a", "b", "c", "budgets", "more"}
+    assert not {*shown} & {*re.findall(r'"(\w+)"', script)}  # the table alone names options
     place = "chosen by the planner"
     assert shown["tile"] == {
-        "label": "Tile", "help": "MxNxK, such as 4096x4096x512.", "kind": "text", "place": place,
+        "name": "tile", "label": "Tile", "help": "MxNxK, such as 4096x4096x512.", "kind": "text",
+        "group": "more", "place": place,
     }  # fmt: skip
+    assert shown["chunks"]["kind"] == "pair"
     assert shown["verify"]["kind"] == "check"
     assert [value for value, _ in shown["compute"]["kind"]] == [
         "",

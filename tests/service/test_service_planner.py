@@ -16,7 +16,7 @@ import pytest
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.service import confinement, job_planner
 from oocgemm.service.backfill import Limits
-from oocgemm.service.job_planner import Planner, checked, planned
+from oocgemm.service.job_planner import Planner, arguments, checked, planned
 from oocgemm.service.protocol import UnavailableError
 from tests.support.services import LIMITS, store_operands
 
@@ -53,6 +53,14 @@ def test_a_plan_is_that_of_the_function(base: Path, planner: Planner) -> None:
     assert (found.spec, found.need) == (json.loads(json.dumps(expected.spec)), expected.need)
     assert found.summary["tiles"] == expected.summary["tiles"] == [4, 4]
     assert found.seconds > 0
+
+
+def test_numbers_that_json_lacks_stay_texts(base: Path, planner: Planner) -> None:
+    np.save(base / "data/X.npy", np.ones((8, 8), np.complex64))
+    paths = {name: str(base / f"data/{file}.npy") for name, file in (("a", "X"), ("b", "X"), ("c", "Z"))}
+    found = planner.plan(paths | {"options": {"alpha": "1+2j", "beta": "0"}}, LIMITS, "host")
+    assert found.spec["options"] | {"alpha": "1+2j", "beta": 0.0} == found.spec["options"]
+    assert arguments(found.spec)["alpha"] == 1 + 2j
 
 
 def test_errors_are_those_of_the_function(base: Path, planner: Planner) -> None:

@@ -30,7 +30,6 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
 from oocgemm.errors import OocGemmError
-from oocgemm.jobs.options import options_of
 from oocgemm.service.backfill import Waiting
 from oocgemm.service.http.security import COOKIE, SESSION_SECONDS, Identity, Scope
 from oocgemm.service.http.service import Service, Shared, Turn, User
@@ -57,7 +56,7 @@ from oocgemm.service.http.views import (
     UserView,
     problem,
 )
-from oocgemm.service.job_planner import OPTIONS, json_types
+from oocgemm.service.job_planner import job_options, json_types
 from oocgemm.service.job_store import JobRecord, NewJob
 from oocgemm.service.job_worker import LOG, TIMELINE
 from oocgemm.service.limits import resolve
@@ -703,16 +702,16 @@ def _page_file(name: str) -> Response:
     return FileResponse(known[name], headers=headers)
 
 
-def _form_fields() -> dict[str, dict[str, Any]]:
-    """Return the fields of the form for options of a job, by name, as ``fields.js`` describes them."""
-    found = {}
-    for name, option in options_of("gemm").items():
-        if name not in OPTIONS or option.form is None:
+def _form_fields() -> list[dict[str, Any]]:
+    """Return the fields of the form for options of a job, as ``fields.js`` describes them."""
+    found = []
+    for name, option in job_options().items():
+        if option.form is None:
             continue
-        label, text, place, choices = option.form
-        kind = "check" if json_types(name) == (bool,) else choices or "text"
-        shown = place or option.shown or str(option.default)
-        found[name] = {"label": label, "help": text, "kind": kind}
-        if kind == "text":
-            found[name]["place"] = shown
+        types, field = json_types(name), option.form
+        kind = field.choices or ("check" if types == (bool,) else "pair" if types == (list,) else "text")
+        shown = {"name": name, "label": field.label, "help": field.help, "kind": kind, "group": field.group}
+        if kind in ("pair", "text"):
+            shown["place"] = field.place or option.shown or str(option.default)
+        found.append(shown)
     return found

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraint
 from typing_extensions import TypedDict
 
 from oocgemm.errors import BackendError, BudgetError, InputError
-from oocgemm.service.job_planner import OPTIONS, json_types
+from oocgemm.service.job_planner import job_options, json_types
 from oocgemm.service.limits import PathError
 from oocgemm.service.protocol import (
     PROBLEMS,
@@ -59,7 +59,8 @@ _VALUES: Mapping[tuple[type, ...], Any] = {
 if TYPE_CHECKING:
     OptionsBody = dict[str, Any]
 else:
-    OptionsBody = TypedDict("OptionsBody", {name: _VALUES[json_types(name)] for name in OPTIONS}, total=False)
+    values = {name: _VALUES[json_types(name)] for name in job_options()}
+    OptionsBody = TypedDict("OptionsBody", values, total=False)
     OptionsBody.__doc__ = (
         "Options of a product, as `oocgemm.gemm` takes them. Those that are left out have its defaults."
     )

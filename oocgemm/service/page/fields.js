@@ -1,41 +1,43 @@
 // The fields of the form: a row per field, and the request that they make.
 import { OPTIONS } from "./options.js";
 
-const option = (name) => ({ name, ...OPTIONS[name] });
-
-// Fields of a group: name, label, help, kind (text, or a list of choices, or "check", "number", "time"), placeholder,
-// and for a path, which roots it may be in. Paths are required. Those of options are what the server says.
+// Fields have a name, a label, a help text, a kind ("text" by default, or a list of choices, or "check", "number",
+// "pair", "ids", "time"), a placeholder, and for a path, which roots it may be in. Paths are required. Fields of options
+// are what the server says, with the group in which they stand.
+const of = (group) => OPTIONS.filter((option) => option.group === group);
+const JOB = [
+  { name: "name", label: "Name", help: "How lists show the job.", place: "none" },
+  { name: "priority", label: "Priority", help: "Higher ones start first.", kind: "number", place: "0" },
+  { name: "held", label: "Hold", help: "until someone releases it", kind: "check" },
+];
+const LATER = [
+  { name: "max_attempts", label: "Attempts", help: "Failures until the job is given up.", kind: "number", place: "3" },
+  { name: "deadline", label: "Deadline", help: "The job fails if it has not succeeded by then.", kind: "time" },
+  { name: "needs", label: "After jobs", help: "Ids of jobs that must succeed before.", kind: "ids", place: "none" },
+];
 export const GROUPS = [
   ["Product", [
     { name: "a", label: "A", help: "ROOT:PATH of the left operand.", place: "data:dir/A.zarr", root: "all" },
-    option("trans_a"),
+    ...of("a"),
     { name: "b", label: "B", help: "ROOT:PATH of the right operand.", place: "data:dir/B.zarr", root: "all" },
-    option("trans_b"),
+    ...of("b"),
     { name: "c", label: "C", help: "ROOT:PATH of the result, in a writable root.", place: "out:C.zarr", root: "rw" },
-    option("overwrite"),
+    ...of("c"),
   ]],
-  ["Budgets", ["device_memory", "host_memory"].map(option)],
-  ["Job", [
-    { name: "name", label: "Name", help: "How lists show the job.", place: "none" },
-    { name: "priority", label: "Priority", help: "Higher ones start first.", kind: "number", place: "0" },
-    { name: "held", label: "Hold", help: "until someone releases it", kind: "check" },
-  ]],
+  ["Budgets", of("budgets")],
+  ["Job", JOB],
 ];
-export const MORE = [
-  ...["alpha", "beta", "compute", "kernel", "out_dtype", "tile", "chunks", "compressor"].map(option),
-  { name: "max_attempts", label: "Attempts", help: "Failures until the job is given up.", kind: "number", place: "3" },
-  { name: "deadline", label: "Deadline", help: "The job fails if it has not succeeded by then.", kind: "time" },
-  { name: "needs", label: "After jobs", help: "Ids of jobs that must succeed before.", place: "none" },
-  ...["verify", "trust_operands"].map(option),
-];
+const checks = of("more").filter(({ kind }) => kind === "check");
+export const MORE = [...of("more").filter(({ kind }) => kind !== "check"), ...LATER, ...checks];
 export const FIELDS = [...GROUPS.flatMap(([, fields]) => fields), ...MORE];
 
-const OF_JOB = new Set(["a", "b", "c", "name", "priority", "max_attempts", "deadline", "needs", "held"]);
+const IS_OPTION = new Set(OPTIONS.map(({ name }) => name));
 const READ = {
-  priority: Number, max_attempts: Number,
-  deadline: (text) => new Date(text).getTime() / 1000,
-  needs: (text) => text.split(/[\s,]+/),
-  chunks: (text) => text.split(/\s*[x×,]\s*/).map(Number),
+  check: () => true,
+  number: Number,
+  time: (text) => new Date(text).getTime() / 1000,
+  ids: (text) => text.split(/[\s,]+/),
+  pair: (text) => text.split(/\s*[x×,]\s*/).map(Number),
 };
 
 // Returns the body of a request from the texts of the fields; a check box that is not checked has no text.
@@ -44,7 +46,7 @@ export const bodyOf = (texts) => {
   for (const [name, text] of Object.entries(texts)) {
     if (text === "") continue;
     const { kind } = FIELDS.find((field) => field.name === name);
-    (OF_JOB.has(name) ? body : options)[name] = kind === "check" ? true : (READ[name] ?? String)(text);
+    (IS_OPTION.has(name) ? options : body)[name] = (READ[kind] ?? String)(text);
   }
   return { ...body, options };
 };
@@ -54,7 +56,7 @@ export const textsOf = (job) => {
   const texts = { a: job.a, b: job.b, c: job.c, name: job.name };
   for (const name of ["priority", "max_attempts"]) texts[name] = String(job[name]);
   for (const [name, value] of Object.entries(job.options)) {
-    if (name.endsWith("_memory")) continue;
+    if (of("budgets").some((budget) => budget.name === name)) continue;
     texts[name] = value === true ? "on" : value === false ? "" : Array.isArray(value) ? value.join("x") : String(value);
   }
   return texts;
@@ -66,8 +68,8 @@ export const fieldsOf = (problem, texts) => {
   const { message } = problem;
   const located = /^body\.(?:options\.)?(\w+)/.exec(message) ?? /^option (\w+)/.exec(message);
   if (located && located[1] in texts) return [located[1]];
-  if (message.startsWith("device memory")) return ["device_memory"];
-  if (message.startsWith("host memory")) return ["host_memory"];
+  const budget = of("budgets").find(({ label }) => message.startsWith(label.toLowerCase()));
+  if (budget) return [budget.name];
   const names = (text) => text && (message.startsWith(`${text}:`) || message.includes(`'${text}'`));
   const value = Object.entries(texts).find(([, text]) => names(text));
   if (value) return [value[0]];
