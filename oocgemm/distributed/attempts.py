@@ -37,8 +37,7 @@ from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.capabilities import Resumable, ResumableMatrix
 from oocgemm.stores.files import open_regular, read_regular
-from oocgemm.system.resources import process_start, running_system
-from oocgemm.system.threads import start
+from oocgemm.system.threads import process_start, running_system, start
 
 # Seconds between two beats, and seconds after which a coordinator without a new beat counts as dead.
 INTERVAL, TTL = 0.5, 30.0

@@ -73,8 +73,7 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import ChangedError, Folder, RemoteFolder
 from oocgemm.stores.capabilities import sync_path
 from oocgemm.stores.files import open_regular, read_regular
-from oocgemm.system.resources import process_start, running_system
-from oocgemm.system.threads import start
+from oocgemm.system.threads import process_start, running_system, start
 
 LOCK = "lock"
 # Seconds between renewals, and after which a lease that is not renewed counts as abandoned.

@@ -59,7 +59,7 @@ from oocgemm.service.job_worker import (
     read_json,
 )
 from oocgemm.service.protocol import ServiceError, StaleError, State
-from oocgemm.system.resources import process_start
+from oocgemm.system.threads import process_start
 
 # Seconds for which a worker waits for a job.
 KEEP = 300.0

@@ -65,8 +65,8 @@ from typing import Any
 from oocgemm.errors import BudgetError, DataWarning, InputError, OocGemmError
 from oocgemm.service.confinement import restrict_to
 from oocgemm.service.job_planner import arguments, needs_before
-from oocgemm.system.resources import process_start
 from oocgemm.system.text import plain
+from oocgemm.system.threads import process_start
 
 # Answers of a worker, and the maximum bytes of an order.
 BEGUN, IDLE, MAX_ORDER = b"begun", b"idle", 1 << 18

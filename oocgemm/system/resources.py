@@ -1,11 +1,11 @@
-"""Host memory that this process may use, processor time that it has used, and what identifies a process."""
+"""What this process may use and has used: host memory, and time of the processor."""
 
 import mmap
 import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import inf
 from pathlib import Path, PurePosixPath
 from time import monotonic, process_time
@@ -214,27 +214,3 @@ def used_since(start: CpuTimes | None) -> dict[str, float] | None:
     own = end.own - start.own
     busy = max(own, end.busy - start.busy)  # `busy` is rounded to ticks: its increase can be less than `own`
     return {"cores": len(os.sched_getaffinity(0)), "own_seconds": own, "busy_seconds": busy}
-
-
-@cache
-def running_system() -> tuple[str, str]:
-    """Return ids of the running system, and of the process ids that this process sees; "" if unknown."""
-    boot = names = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        names = os.readlink("/proc/self/ns/pid")
-    return boot, names
-
-
-def process_start(pid: int, *, ended: bool = False) -> int | None:
-    """Return when a process started, in clock ticks since the system did; None if there is no such process.
-
-    Together with `running_system` and the id, it identifies a process: ids are used again. A process that has
-    ended, but whose parent has not waited for it, counts only with `ended`.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *numbers = text.rpartition(")")[2].split()  # the name of the command may contain spaces
-    return None if state in "ZX" and not ended else int(numbers[18])

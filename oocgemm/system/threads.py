@@ -1,6 +1,7 @@
 """Start and keep threads, run work that signals cannot interrupt, and shorten the GIL's switch interval.
 
-`wake` creates the context of a CUDA device in a thread, while the main thread imports modules.
+`wake` creates the context of a CUDA device in a thread, while the main thread imports modules. Processes are
+told apart here too, since this module imports no NumPy, which starts threads.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -315,3 +316,27 @@ def _create(device: int) -> None:
         number, context = ctypes.c_int(), ctypes.c_void_p()
         if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(number), device):
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+
+
+@cache
+def running_system() -> tuple[str, str]:
+    """Return ids of the running system, and of the process ids that this process sees; "" if unknown."""
+    boot = names = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        names = os.readlink("/proc/self/ns/pid")
+    return boot, names
+
+
+def process_start(pid: int, *, ended: bool = False) -> int | None:
+    """Return when a process started, in clock ticks since the system did; None if there is no such process.
+
+    Together with `running_system` and the id, it identifies a process: ids are used again. A process that has
+    ended, but whose parent has not waited for it, counts only with `ended`.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *numbers = text.rpartition(")")[2].split()  # the name of the command may contain spaces
+    return None if state in "ZX" and not ended else int(numbers[18])

@@ -12,7 +12,7 @@ import pytest
 
 from oocgemm.distributed import attempts
 from oocgemm.distributed.attempts import Fence, FenceGuard, Sign, machine, read_sign
-from oocgemm.system.resources import process_start
+from oocgemm.system.threads import process_start
 
 
 @pytest.fixture
