@@ -105,8 +105,8 @@ def probe(task: Mapping[str, Any]) -> dict[str, Any]:
     Raises what `oocgemm.gemm` raises for operands and devices.
     """
     from oocgemm import backends
-    from oocgemm.jobs.findings import keeping
     from oocgemm.jobs.operands import open_operands
+    from oocgemm.jobs.stats import keeping
     from oocgemm.system.resources import available_memory
 
     found: dict[str, Any] = {
@@ -165,8 +165,8 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     from oocgemm.distributed.states import StateTarget
     from oocgemm.engine.prefetch import Prefetch
     from oocgemm.jobs.execute import execute
-    from oocgemm.jobs.findings import keeping
     from oocgemm.jobs.prepare import check_memory, prepare
+    from oocgemm.jobs.stats import keeping
     from oocgemm.machine import info
 
     cancel = Cancel()

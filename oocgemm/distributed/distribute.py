@@ -36,7 +36,6 @@ from oocgemm.distributed.tasks import Given
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output, support
 from oocgemm.jobs.execute import check_log, check_log_apart, conclude, disk_errors, recorder
-from oocgemm.jobs.findings import Findings, keeping
 from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
@@ -44,6 +43,7 @@ from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.request import Destination, PlaceKind, Request
 from oocgemm.jobs.run import Plan as ReadyPlan
 from oocgemm.jobs.run import Result
+from oocgemm.jobs.stats import Findings, keeping
 from oocgemm.jobs.steps import further, with_further
 from oocgemm.machine import info
 from oocgemm.planning import Kind as OperationKind

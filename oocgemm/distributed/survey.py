@@ -25,9 +25,9 @@ from oocgemm.distributed.crew import Crew, Task
 from oocgemm.distributed.processes import DIED
 from oocgemm.distributed.tasks import Given
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
-from oocgemm.jobs.findings import Findings
 from oocgemm.jobs.prepare import budgets_of
 from oocgemm.jobs.request import Request
+from oocgemm.jobs.stats import Findings
 from oocgemm.kernels.ladder import check_plan
 from oocgemm.planning import Budgets, GemmProblem, Plan
 from oocgemm.planning.units import format_size, parse_size

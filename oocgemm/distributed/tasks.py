@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.jobs.findings import Findings
 from oocgemm.jobs.request import Durability, Request, Where
+from oocgemm.jobs.stats import Findings
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores import Array
 from oocgemm.stores.base import named_dtype

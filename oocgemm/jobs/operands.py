@@ -17,10 +17,9 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.norms import largest, squares
 from oocgemm.jobs.options import Transpose
 from oocgemm.jobs.request import Chain, Gram, Reduction, Request, Selection
-from oocgemm.jobs.stats import Stats, stats_of
+from oocgemm.jobs.stats import Stats, largest, squares, stats_of
 from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.transforming import (
     by_rows,

@@ -23,7 +23,6 @@ from oocgemm.backends import Backend
 from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OutOfMemoryError, warn_of_data
 from oocgemm.jobs.journal import read
-from oocgemm.jobs.norms import correction, cosine_scales, factors
 from oocgemm.jobs.operands import open_operands, tile_of
 from oocgemm.jobs.options import Size
 from oocgemm.jobs.request import Destination, PlaceKind, Request, unknown_devices
@@ -36,8 +35,8 @@ from oocgemm.jobs.resume import (
     find_lost,
     identify,
 )
-from oocgemm.jobs.stats import Sweep, swept
-from oocgemm.jobs.steps import digest_of, numbers_of, open_further
+from oocgemm.jobs.stats import Sweep, correction, cosine_scales, epilogue_numbers, factors, swept
+from oocgemm.jobs.steps import digest_of, open_further
 from oocgemm.jobs.transforming import as_read, check_constant, expanded, memory_of, readable_both
 from oocgemm.machine.info import models, stored_on, take_probe
 from oocgemm.planning import (
@@ -361,7 +360,7 @@ class PreparedRun:
     """A request that is ready to run, with its open operands, its checked output and its plan.
 
     `d` is the further matrix that the epilogue reads, if there is one. `finishing` has the correction of a
-    product whose operands are centered (`oocgemm.jobs.norms`), what rows and columns of C are
+    product whose operands are centered (`oocgemm.jobs.stats`), what rows and columns of C are
     multiplied by before elements are selected, and the numbers of the epilogue.
     """
 
@@ -458,7 +457,7 @@ def prepare(
     if not running or not (plan.steps or problem.checks_sums):
         return PreparedRun(request, a, b, output, plan, d)
     memory = memory_of(request)
-    numbers = numbers_of(problem, request.epilogue, a, b, memory)
+    numbers = epilogue_numbers(problem, request.epilogue, a, b, memory)
     finishing = Finishing(correction(problem, a, b, memory), scales, numbers)
     return PreparedRun(request, a, b, output, plan, d, finishing)
 

@@ -1,57 +1,146 @@
-"""Statistics of the rows or columns of an array, in one pass over it.
+"""Numbers of the rows or columns of operands, which passes over them find: statistics, norms and corrections.
 
 The genotypes in a .bed file are counted without decoding them.
+
+The product of int8 operands is corrected for their centers, which are subtracted from C by a matrix of rank
+one. With the centers u of A and v of B, both of length k:
+
+    (A - 1 u^T) (B - v 1^T)  =  A B - (A v) 1^T - 1 (u^T B - u^T v)
+
+A B is exact. What is subtracted is computed here in float64, in one more pass over A and one over B. If the
+device measures X (`oocgemm.jobs.prepare`), it computes what is subtracted too.
+
+A run with several processes makes each pass once: the process that plans it keeps the results in `Findings`,
+and sends them to the others. A process that lacks a result makes the pass itself, and finds the same bits.
 """
 
 import hashlib
+import inspect
 import io
 import json
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from oocgemm import stores
 from oocgemm.backends import Backend
-from oocgemm.backends.base import Swept
+from oocgemm.backends.base import Correction, Swept
+from oocgemm.backends.base import Numbers as LineNumbers
 from oocgemm.engine.host_blocks import pageable
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.findings import once
 from oocgemm.jobs.options import Operand, Size
+from oocgemm.jobs.steps import (
+    Add,
+    Coefficients,
+    Correlation,
+    Divide,
+    Epilogue,
+    Gaussian,
+    RankOne,
+    Scale,
+    Squared,
+    Within,
+    vector_of,
+)
 from oocgemm.jobs.streaming import SCRATCH, Moments, moments, reduced
-from oocgemm.planning import Budgets, Op
-from oocgemm.planning.elements import ElementStep
+from oocgemm.planning import Budgets, GemmProblem, Op
+from oocgemm.planning.elements import ElementStep, missing_code
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Genotypes, Matrix, pieces
+from oocgemm.stores.arrays import in_float64
 from oocgemm.stores.base import failure
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import accepting
-from oocgemm.stores.element_forms import Numbers
+from oocgemm.stores.element_forms import Numbers, is_missing, positions
 from oocgemm.stores.genetics import PER_BYTE
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import chain_of, change_of
+from oocgemm.stores.transformed import SLAB, StandardizedMatrix, chain_of, change_of
 from oocgemm.system import cache
 from oocgemm.system.resources import available_memory
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Results of passes by keys, which say what was found of which matrix.
+Findings = dict[str, Any]
+
+# Arguments that say how a pass is made. The results are the same without them.
+_MEANS = "memory", "sweep"
+
+_kept: ContextVar[Findings | None] = ContextVar("findings", default=None)
 
 # Bytes of the file that are counted at a time. Temporary arrays have six times as many bytes.
 _SLAB = 64 << 10
 # The low bit of each genotype in a word.
 _LOW = np.uint64(0x5555_5555_5555_5555)
 
-logger = logging.getLogger("oocgemm")
-
 # Number of results that the cache keeps, and the version of their format and of their arithmetic.
 MAX_CACHED, VERSION = 32, 1
 # Smaller matrices, in bytes, are read on the host: to open a device takes longer. Blocks of others have about
 # this many bytes.
 MIN_SWEPT, SWEPT_BLOCK = 4 << 20, 16 << 20
+# Inner products of rows of such norms neither overflow in float32 nor lose digits by underflow.
+MIN_NORM, MAX_NORM = 2.0**-40, 2.0**60
+# Smallest sum of squares, except 0, that is as exact as float64 is.
+MIN_SQUARES = 2.0**-968
+
+logger = logging.getLogger("oocgemm")
+
+
+@contextmanager
+def keeping(findings: Findings) -> Iterator[None]:
+    """Keep the results of passes in `findings` inside the context. No pass whose result is there is made."""
+    token = _kept.set(findings)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def once(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that makes a pass over a matrix: a second call with equal arguments makes none.
+
+    The results must not depend on the arguments in `_MEANS`. They are kept inside the context of `keeping`.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def found(*args: P.args, **options: P.kwargs) -> T:
+        findings = _kept.get()
+        if findings is None:
+            return function(*args, **options)
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        details = [_shown(value) for name, value in bound.arguments.items() if name not in _MEANS]
+        key = " ".join((function.__name__, *details))
+        if key not in findings:
+            findings[key] = function(*args, **options)
+        result: T = deepcopy(findings[key])  # callers may change the arrays
+        return result
+
+    return found
+
+
+def _shown(value: Any) -> str:
+    """Return a text that tells the values of an argument apart."""
+    if isinstance(value, np.ndarray):
+        return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+    if hasattr(value, "layout"):
+        return f"{type(value).__name__} {value.name} {value.shape} {value.dtype} {change_of(value)}"
+    if is_dataclass(value):  # the text of a long array would leave most of its elements out
+        shown = (_shown(getattr(value, field.name)) for field in fields(value))
+        return f"{type(value).__name__}({', '.join(shown)})"
+    return str(value)
 
 
 def genotype_counts(matrix: Genotypes, memory: int) -> Array:
@@ -320,3 +409,262 @@ def _save(place: Path, found: Stats) -> None:
         kept: list[Any] = sorted(place.parent.glob("*.npz"), key=lambda path: path.stat().st_mtime)
         for path in kept[:-MAX_CACHED]:
             path.unlink(missing_ok=True)
+
+
+def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bool = False) -> Array:
+    """Return 1 / norm of each row of op(matrix), or of each column if it is the `right` operand.
+
+    They are found by a pass over the matrix in `memory` bytes. That of a zero row is 0, so that its cosines
+    are 0, as those of scikit-learn. `remedy` says what else the user can do about a row with Inf or NaN.
+
+    Squares are added up in float64, in an order that depends on the matrix alone.
+
+    Raises:
+        InputError: a row has elements that are Inf or NaN, or is so small that its square underflows.
+        ExecutionError: the matrix cannot be read.
+    """
+    line = "column" if right else "row"
+    sizes = squares(matrix, int(op.swaps == right), memory)
+    if (lines := np.flatnonzero(~np.isfinite(sizes))).size:
+        raise InputError(
+            f"{line} {lines[0]} of {matrix.name} has elements that are Inf or NaN, so that its cosine with "
+            f"other {line}s is not defined (one of {lines.size} such {line}s): leave them out, or {remedy}"
+        )
+    small = sizes < MIN_SQUARES
+    if matrix.dtype.itemsize == 8 and small.any():
+        small &= largest(matrix, int(op.swaps == right), memory) > 0
+        if (lines := np.flatnonzero(small)).size:
+            raise InputError(
+                f"{line} {lines[0]} of {matrix.name} has elements that are too small to be squared in "
+                f"float64 (one of {lines.size} such {line}s): multiply {matrix.name} by 2.0**400, or {remedy}"
+            )
+    with np.errstate(divide="ignore"):
+        return np.where(sizes > 0, 1 / np.sqrt(sizes), 0.0)
+
+
+def check_range(problem: GemmProblem, rows: Array, cols: Array) -> None:
+    """Raise `InputError` if products of rows of these inverse norms may leave the range of their sums."""
+    name = problem.acc_dtype
+    found = [np.sort(1 / x[x > 0]) for x in (rows, cols)]
+    if not name.startswith("float") or not all(x.size for x in found):
+        return
+    limits, (a, b) = np.finfo(name), found
+    remedy = "multiply these rows and columns by powers of two, which does not change cosines"
+    for end, leaves, what in (
+        (0, a[0] * b[0] < limits.tiny, "underflows"),
+        (-1, a[-1] / limits.max * b[-1] > 1, "overflows"),
+    ):
+        if leaves:
+            raise InputError(
+                f"a row of A has the norm {a[end]:.3g} and a column of B the norm {b[end]:.3g}, whose "
+                f"product {what} {name}: {remedy}"
+                + (", or pass A and B in float64" if name == "float32" else "")
+            )
+
+
+def factors(matrix: Matrix) -> Array:
+    """Return what correlations of each line of a `standardized` matrix are multiplied by.
+
+    It is 1, or NaN for a line of equal elements.
+    """
+    chain = chain_of(matrix)
+    inverse = None if chain is None else chain.number("scale")
+    assert inverse is not None, "lines are not scaled"
+    return np.where(inverse == 0, np.nan, 1.0)
+
+
+def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix, Array]:
+    """Return E and 1 / norm of each of its rows, by which rows and columns of E E^T are multiplied.
+
+    If products of rows could leave the range of float32, each row is multiplied by a power of 2 when it is
+    read, which rounds nothing. `memory`, and the errors that are raised, are those of `inverse_norms`.
+    """
+    scales = inverse_norms(e, problem.trans_a, memory, "pass metric='dot' (--metric dot)")
+    inside = (scales == 0) | ((scales > 1 / MAX_NORM) & (scales < 1 / MIN_NORM))
+    if problem.acc_dtype != "float32" or inside.all():
+        return e, scales
+    scales, exponents = np.frexp(scales)
+    axis, numbers = int(problem.trans_a.swaps), (np.ldexp(1.0, exponents),)
+    return StandardizedMatrix(e, axis, scaled=True, centered=False, numbers=numbers, dtype=e.dtype), scales
+
+
+def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
+    """Return the squared norms of the rows of op(A) and of the columns of op(B), as `inverse_norms` does."""
+    rows = squares(a, int(not problem.trans_a.swaps), memory)
+    return rows, rows if b is a else squares(b, int(problem.trans_b.swaps), memory)
+
+
+def identities(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
+    """Return a number for each row of op(A) and each column of op(B). Those of equal ones are equal.
+
+    They are equal if hashes of 64 bits are, so that others have the same number with a probability of 2^-64.
+    """
+    rows = _hashes(a, int(not problem.trans_a.swaps), memory)
+    cols = rows if b is a else _hashes(b, int(problem.trans_b.swaps), memory)
+    numbers = np.unique(np.concatenate((rows, cols)), return_inverse=True)[1].astype(np.float64)
+    return numbers[: len(rows)], numbers[len(rows) :]
+
+
+def _summed(
+    matrix: Matrix,
+    axis: int,
+    memory: int,
+    of_slab: Callable[[Range, Range, Array], Array],
+    dtype: type = np.float64,
+    scratch: int = SLAB * 10,
+) -> Array:
+    """Return the sums along an axis of what `of_slab` finds for its indices, by a pass over a matrix.
+
+    `of_slab` is called with the rows and columns of a slab, and its elements in float64, which it may change.
+    It must not use a BLAS, whose result may depend on the number of threads. It takes `scratch` bytes.
+    """
+
+    def of_block(rows: Range, cols: Range, raw: Array) -> Array:
+        found: Array = np.zeros(raw.shape[1 - axis], dtype)
+        height = max(1, SLAB // raw.shape[1])
+        with np.errstate(all="ignore"):
+            for top in range(0, len(raw), height):
+                part = slice(top, min(top + height, len(raw)))
+                slab = rows[0] + part.start, rows[0] + part.stop
+                sums = of_slab(slab, cols, in_float64(raw[part]))
+                if axis:
+                    found[part] = sums
+                else:
+                    found += sums
+        return found
+
+    total: Array = np.zeros(matrix.shape[1 - axis], dtype)
+    with np.errstate(all="ignore"):
+        for rows, cols, part in reduced(matrix, axis, memory, scratch, of_block):
+            total[slice(*(rows if axis else cols))] += part
+    return total
+
+
+@once
+def squares(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return the sums of squares along an axis of a matrix, by a pass over it."""
+    logger.info("reading %s for the norms of its %s", matrix.name, ("columns", "rows")[axis])
+
+    def of_slab(rows: Range, cols: Range, x: Array) -> Array:
+        x *= x
+        return np.asarray(x.sum(axis))
+
+    return _summed(matrix, axis, memory, of_slab, scratch=SLAB * 8)
+
+
+@once
+def _hashes(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return a hash of the elements along an axis of a matrix, by a pass over it.
+
+    It is a sum of hashes of the elements and their indices, by the finalizer of SplitMix64 (Steele et al.,
+    2014), so that it does not depend on blocks.
+    """
+
+    def of_slab(rows: Range, cols: Range, x: Array) -> Array:
+        x = np.ascontiguousarray(x)
+        x += 0.0  # makes -0 equal to 0
+        index = np.arange(*(cols if axis else rows), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = x.view(np.uint64)
+        bits += index if axis else index[:, None]
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            bits ^= bits >> np.uint64(shift)
+            bits *= np.uint64(factor)
+        return np.asarray(bits.sum(axis))
+
+    return _summed(matrix, axis, memory, of_slab, np.uint64, SLAB * 32)
+
+
+@once
+def largest(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return the largest magnitudes along an axis of a matrix, by a pass over it; NaN where it has NaN."""
+    found = np.zeros(matrix.shape[1 - axis])
+
+    def act(rows: Range, cols: Range, raw: Array) -> Array:
+        return np.asarray(np.maximum(raw.max(axis), -raw.min(axis)), np.float64)
+
+    for rows, cols, part in reduced(matrix, axis, memory, SLAB * 8, act):
+        at = slice(*(rows if axis else cols))
+        np.maximum(found[at], part, out=found[at])
+    return found
+
+
+def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Correction:
+    """Return (rows, cols) if C is corrected: rows[i] + cols[j] is subtracted from it; otherwise None.
+
+    None also if the device finds them.
+
+    Args:
+        problem: the product.
+        a, b: its operands, which can be read.
+        memory: upper bound in bytes for the passes over them.
+
+    Raises:
+        ExecutionError: an operand cannot be read.
+    """
+    if not problem.is_corrected or not problem.depth or problem.finds_numbers:
+        return None
+    u, v = _centers(a), _centers(b)
+    rows, cols = np.zeros(problem.m), np.zeros(problem.n)
+    if v is not None:
+        rows = _product(a, int(not problem.trans_a.swaps), v, memory)
+    if u is not None:
+        cols = rows.copy() if problem.b.shares else _product(b, int(problem.trans_b.swaps), u, memory)
+        if v is not None:
+            cols -= np.einsum("i,i", u, v)
+    alpha = problem.applied_alpha.real
+    return alpha * rows, alpha * cols
+
+
+def _centers(matrix: Matrix) -> Array | None:
+    chain = chain_of(matrix)
+    return None if chain is None else chain.number("correct")
+
+
+@once
+def _product(matrix: Matrix, k_axis: int, vector: Array, memory: int) -> Array:
+    """Return the products of a vector of length k and the rows (`k_axis` 1) or columns (0) of a matrix.
+
+    Missing elements are 0.
+    """
+    chain = chain_of(matrix)
+    stored, code = (matrix, None) if chain is None else (chain.source, missing_code(chain.steps))
+
+    def of_slab(rows: Range, cols: Range, x: Array) -> Array:
+        if code is not None:
+            x[positions(is_missing(x, code))] = 0
+        along = ("ij,j->i", cols) if k_axis else ("ij,i->j", rows)
+        return np.asarray(np.einsum(along[0], x, vector[slice(*along[1])]))
+
+    return _summed(stored, k_axis, memory, of_slab)
+
+
+def epilogue_numbers(
+    problem: GemmProblem, given: Epilogue, a: Matrix, b: Matrix, memory: int
+) -> tuple[LineNumbers, ...]:
+    """Return the numbers of each step. Norms take passes over the operands, in `memory` bytes.
+
+    Raises `InputError` if a norm is Inf or NaN, and `ExecutionError` if an operand cannot be read.
+    """
+    found = list[LineNumbers]()
+    for step in given:
+        match step:
+            case Scale() | RankOne():
+                found.append(
+                    (vector_of(step.rows, problem.m, "rows"), vector_of(step.cols, problem.n, "cols"))
+                )
+            case Add() | Divide() | Squared():
+                found.append((None, None))
+            case Within():
+                found.append((np.arange(problem.m, dtype=float), np.arange(problem.n, dtype=float)))
+            case Coefficients():
+                found.append((factors(a), factors(a)))
+            case Correlation():
+                remedy = "drop Correlation"
+                rows = cols = inverse_norms(a, problem.trans_a, memory, remedy)
+                if b is not a:
+                    cols = inverse_norms(b, problem.trans_b, memory, remedy, right=True)
+                check_range(problem, rows, cols)
+                found.append((rows, cols))
+            case Gaussian():
+                found += [squared_norms(problem, a, b, memory), identities(problem, a, b, memory)]
+    return tuple(found)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from oocgemm import stores
-from oocgemm.backends.base import Numbers, numpy_dtype
+from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.norms import check_range, factors, identities, inverse_norms, squared_norms
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
@@ -237,7 +236,7 @@ def _step(given: AnyStep, problem: GemmProblem, name: str) -> Step:
     match given:
         case Scale() | RankOne():
             found = [
-                _vector(x, extent, f"{side} of {name}") is not None
+                vector_of(x, extent, f"{side} of {name}") is not None
                 for x, extent, side in ((given.rows, problem.m, "rows"), (given.cols, problem.n, "cols"))
             ]
             kind = "scale" if isinstance(given, Scale) else "rank_one"
@@ -267,7 +266,7 @@ def _number(value: Any, name: str) -> float:
     return float(number)
 
 
-def _vector(given: Any, extent: int, name: str) -> Array | None:
+def vector_of(given: Any, extent: int, name: str) -> Array | None:
     """Return numbers per row or per column as float64; None if there are none. Raises `InputError`."""
     if given is None:
         return None
@@ -314,36 +313,6 @@ def open_further(problem: GemmProblem, given: Epilogue, *, decode: bool) -> Matr
             f"{problem.c_dtype}: both must be equal"
         )
     return d
-
-
-def numbers_of(
-    problem: GemmProblem, given: Epilogue, a: Matrix, b: Matrix, memory: int
-) -> tuple[Numbers, ...]:
-    """Return the numbers of each step. Norms take passes over the operands, in `memory` bytes.
-
-    Raises `InputError` if a norm is Inf or NaN, and `ExecutionError` if an operand cannot be read.
-    """
-    found = list[Numbers]()
-    for step in given:
-        match step:
-            case Scale() | RankOne():
-                found.append((_vector(step.rows, problem.m, "rows"), _vector(step.cols, problem.n, "cols")))
-            case Add() | Divide() | Squared():
-                found.append((None, None))
-            case Within():
-                found.append((np.arange(problem.m, dtype=float), np.arange(problem.n, dtype=float)))
-            case Coefficients():
-                found.append((factors(a), factors(a)))
-            case Correlation():
-                remedy = "drop Correlation"
-                rows = cols = inverse_norms(a, problem.trans_a, memory, remedy)
-                if b is not a:
-                    cols = inverse_norms(b, problem.trans_b, memory, remedy, right=True)
-                check_range(problem, rows, cols)
-                found.append((rows, cols))
-            case Gaussian():
-                found += [squared_norms(problem, a, b, memory), identities(problem, a, b, memory)]
-    return tuple(found)
 
 
 def is_symmetric(given: Epilogue) -> bool:

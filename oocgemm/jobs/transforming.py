@@ -15,9 +15,8 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import PanelNumbers
 from oocgemm.errors import InputError, warn_of_data
-from oocgemm.jobs.norms import MIN_SQUARES, factors
 from oocgemm.jobs.request import Request
-from oocgemm.jobs.stats import Stats, Sweep, stats_of
+from oocgemm.jobs.stats import MIN_SQUARES, Stats, Sweep, factors, stats_of
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.elements import GIVEN, ElementStep
 from oocgemm.planning.problem import Operand

@@ -12,10 +12,8 @@ import zarr
 import oocgemm
 from oocgemm import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale, Transform
 from oocgemm.distributed.tasks import Given
-from oocgemm.jobs.findings import Findings, keeping
-from oocgemm.jobs.norms import squares
 from oocgemm.jobs.request import Destination, Reduction, Request
-from oocgemm.jobs.stats import Stats, stats_of
+from oocgemm.jobs.stats import Findings, Stats, keeping, squares, stats_of
 from oocgemm.stores import open_matrix
 from tests.support.small_runs import EXTENT, content_of, prepare
 from tests.support.suite import slow

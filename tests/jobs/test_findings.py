@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from oocgemm import Transform
-from oocgemm.jobs.findings import Findings, keeping, once
+from oocgemm.jobs.stats import Findings, keeping, once
 
 
 @pytest.fixture
