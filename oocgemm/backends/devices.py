@@ -128,33 +128,31 @@ class DevicesSession:
 
     @contextmanager
     def worker(self, stream: Stream) -> Iterator[None]:
-        try:
-            with self._each[stream.device].worker(stream):
-                yield
-        except Exception as error:
-            raise self._named(error, stream.device) from error
+        with self._named(stream.device), self._each[stream.device].worker(stream):
+            yield
 
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> Token:
-        try:
+        with self._named(operation.device):
             return self._each[operation.device].submit(operation, host, after)
-        except Exception as error:
-            raise self._named(error, operation.device) from error
 
     def begin(self, operation: Operation, host: Pageable, after: Sequence[Token]) -> Callable[[], Token]:
-        def finish() -> Token:
-            try:
-                return ended()
-            except Exception as error:
-                raise self._named(error, operation.device) from error
-
-        try:
+        with self._named(operation.device):
             ended = self._each[operation.device].begin(operation, host, after)
-        except Exception as error:
-            raise self._named(error, operation.device) from error
+
+        def finish() -> Token:
+            with self._named(operation.device):
+                return ended()
+
         return finish
 
-    def _named(self, error: Exception, device: int) -> ExecutionError:
-        return ExecutionError(f"device {self._numbers[device]}: {error or type(error).__name__}")
+    @contextmanager
+    def _named(self, device: int) -> Iterator[None]:
+        """Add the number of a device to errors."""
+        try:
+            yield
+        except Exception as error:
+            named = f"device {self._numbers[device]}: {error or type(error).__name__}"
+            raise ExecutionError(named) from error
 
     def pin(self, host: Sequence[Array]) -> None:
         self._each[0].pin(host)

@@ -22,7 +22,7 @@ from oocgemm.planning import Division, GemmProblem, index_bytes
 from oocgemm.planning.cost.coding import ALIGNMENT, FIXED
 from oocgemm.planning.elements import MAX_STEPS as MAX_ELEMENT_STEPS
 from oocgemm.planning.elements import ElementStep, missing_code
-from oocgemm.planning.emulation import LEVELS, residues
+from oocgemm.planning.emulation import EXACT_LIMIT, LEVELS, residues
 from oocgemm.planning.epilogue import MAX_STEPS, REDUCTIONS
 from oocgemm.planning.selection import SEGMENT
 from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Sink
@@ -198,6 +198,16 @@ def parts_of(rows: int, cols: int, axis: int) -> int:
 def moments_grid(rows: int, cols: int, axis: int) -> Grid:
     """Return the grid of the kernels for the columns (`axis` 0) or rows (1) of a block."""
     return ceil_div(cols, 256) if axis == 0 else ceil_div(rows, 8), parts_of(rows, cols, axis), 1
+
+
+# --- kernels/common and kernels/integers --------------------------------------------------------------------
+
+
+def finish_options(sums: str, result: str) -> tuple[str, ...]:
+    """Return the options of the kernels finish and int8_finish, for the dtypes of the sums and the result."""
+    limit = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(result)
+    more = {} if limit is None else {"MAX": f"{limit}.0"}
+    return _defined(ACCUMULATED=C_TYPES[sums], STORED=C_TYPES[result], **more)
 
 
 # --- kernels/epilogue ---------------------------------------------------------------------------------------

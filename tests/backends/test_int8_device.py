@@ -19,6 +19,7 @@ import pytest
 from oocgemm.backends.host.finish import finish as finish_on_host
 from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
+from oocgemm.kernels.launches import finish_options
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
 from oocgemm.planning.emulation import workspace_layout
@@ -177,10 +178,10 @@ def test_a_strip_is_finished_as_on_the_host(int8: Any, sums: Any, c_dtype: str) 
         expected, flag = c.copy(), np.zeros(1, np.int32)
         if beta == 0:
             c[...] = np.iinfo(c_dtype).max if integer else np.nan
-        int8.module.int8_finish(
-            *(int8.kernels, (held.dtype.name, c_dtype), (alpha, beta), c.size),
-            *(held.ctypes.data, c.ctypes.data, flag.ctypes.data),
-        )
+        finish = int8.kernels.plain("int8_finish", "int8_finish", finish_options(sums, c_dtype))
+        source, result, too_large = (ctypes.c_void_p(x.ctypes.data) for x in (held, c, flag))
+        scalars = ctypes.c_double(alpha), ctypes.c_double(beta)
+        finish((1, 1, 1), ctypes.c_longlong(c.size), source, *scalars, result, too_large)
         try:
             finish_on_host(held.astype(np.float64), alpha, beta, expected, np.empty(3 * 8 * 50, np.uint8))
         except ExecutionError:

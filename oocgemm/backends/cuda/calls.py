@@ -10,6 +10,7 @@ a block follow each other without gaps. A copy must not cross a border between p
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import pairwise
 from operator import call
@@ -23,7 +24,9 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.base import Array
 from oocgemm.errors import BackendError
+from oocgemm.planning.cost.footprint import PAGE
 from oocgemm.planning.units import format_size
+from oocgemm.system.resources import allocate
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
@@ -117,12 +120,6 @@ def record(event: Any, stream: Any) -> None:
 def query(event: Any) -> Callable[[], int]:
     """Return a function that returns 0 when an event has completed."""
     return partial(_cuda("cuEventQuery", _AT), event.ptr)
-
-
-def check(status: int) -> None:
-    """Raise an error if a function of the driver has failed."""
-    if status:
-        driver.check_status(status)
 
 
 def address(name: str) -> int:
@@ -260,6 +257,33 @@ def gemm_ex(handle: int, *arguments: Any, keep_gil: bool = True) -> Launch:
     return partial(library.cublasGemmEx, handle, *arguments), cublas.check_status
 
 
+# 0 and 1, from which cuBLAS reads alpha and beta; CUDA_R_8I and CUDA_R_32I of cudaDataType_t; and
+# CUBLAS_COMPUTE_32I of cublasComputeType_t.
+_SCALARS, _INT8, _INT32, _COMPUTE_32I = np.arange(2, dtype=np.int32), 3, 10, 72
+
+
+def gemm_int8(
+    handle: int,
+    extents: tuple[int, int, int],
+    a: tuple[int, int],
+    b: tuple[int, int],
+    c: tuple[int, int],
+    beta: int = 0,
+) -> None:
+    """Compute C = A @ B^T + beta C for int8 A (m x k) and B (n x k), an int32 C, and a beta of 0 or 1.
+
+    A, B and C consist of an address and a leading dimension each. The call is on cupy's current stream.
+
+    cuBLAS takes column-major matrices. A row-major C is C^T = B A^T in column-major order, so A and B swap
+    places.
+    """
+    (m, n, k), zero = extents, _SCALARS.ctypes.data
+    cublas.gemmEx(
+        *(handle, 1, 0, n, m, k, zero + 4, b[0], _INT8, b[1], a[0], _INT8, a[1]),
+        *(zero + 4 * beta, c[0], _INT32, c[1], _COMPUTE_32I, -1),
+    )
+
+
 @lru_cache(maxsize=16)
 def _cuda(name: str, *types: Any) -> Any:
     found = getattr(ctypes.PyDLL("libcuda.so.1"), name)
@@ -274,18 +298,8 @@ def _cublas(handle: int, loader: type[ctypes.CDLL]) -> ctypes.CDLL:
     library.cublasSetStream_v2.argtypes = [_AT, _AT]
     integers: list[Any] = [_INT, _INT]
     matrix = [_AT, *integers]
-    library.cublasGemmEx.argtypes = [
-        _AT,
-        *integers,
-        *integers,
-        _INT,
-        _AT,
-        *matrix,
-        *matrix,
-        _AT,
-        *matrix,
-        *integers,
-    ]
+    products = [_AT, *integers, *integers, _INT, _AT, *matrix, *matrix, _AT, *matrix, *integers]
+    library.cublasGemmEx.argtypes = products
     return library
 
 
@@ -362,6 +376,20 @@ def cut(block: Array, borders: Sequence[int]) -> Iterator[Array]:
         if c > col:
             yield block[row : row + 1, col:c]
             col = c
+
+
+def pinned_memory(device: Any, size: int, threads: int) -> Array:
+    """Allocate memory, fault in its pages by several threads, and pin it. Raises what `pin` raises."""
+    memory = allocate(size)
+    part = size // threads
+
+    def prefault(number: int) -> None:
+        memory[number * part : (number + 1) * part : PAGE] = np.uint8(0)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(prefault, range(threads)))
+    pin(device, memory.ctypes.data, size)
+    return memory
 
 
 # Memory that could not be unpinned. It is never freed: CUDA refuses to pin other memory at its addresses.

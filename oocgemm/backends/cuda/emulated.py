@@ -10,8 +10,8 @@ from typing import Any
 import cupy
 import numpy as np
 from cupy.cuda import runtime
-from cupy_backends.cuda.libs import cublas
 
+from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels, encoded
 from oocgemm.kernels.launches import (
     combine_options,
@@ -36,8 +36,8 @@ from oocgemm.planning.tiling import round_up
 
 # Number of rows that one thread block of the kernels ozaki_facts and ozaki_split processes.
 _ROWS = 16
-# CUDA_R_8I and CUDA_R_32I of cudaDataType_t, and CUBLAS_COMPUTE_32I of cublasComputeType_t.
-_INT8, _INT32, _COMPUTE_32I = 3, 10, 72
+
+_pointer = ctypes.c_void_p
 
 
 class Emulated:
@@ -51,7 +51,6 @@ class Emulated:
         self._handle = handle
         self._dtype = dtype
         self._verdict = cupy.cuda.alloc_pinned_memory(VERDICT_BYTES)
-        self._alpha, self._beta = np.array(1, np.int32), np.array(0, np.int32)
 
     def prepare(
         self,
@@ -153,12 +152,10 @@ class Emulated:
                 self._residues(left, right, work, (m, n, ld), (count, width), number)
             else:
                 for place, modulus in enumerate(residues(number).moduli):
-                    cublas.gemmEx(
-                        *(self._handle, 1, 0, width, count, ld, self._alpha.ctypes.data),
-                        *(right + place * n * ld, _INT8, ld, left + place * m * ld, _INT8, ld),
-                        *(self._beta.ctypes.data, work + number * plane, _INT32, pitch, _COMPUTE_32I, -1),
-                    )
-                    self._reduce(work + number * plane, work + place * plane, plane, modulus)
+                    a, b, sums = left + place * m * ld, right + place * n * ld, work + number * plane
+                    extents = count, width, ld
+                    cuda_calls.gemm_int8(self._handle, extents, (a, ld), (b, ld), (sums, pitch))
+                    self._reduce(sums, work + place * plane, plane, modulus)
             itemsize = 8 if self._dtype == "float64" else 4
             combine(
                 (-(-width // 1024), count, 1),
@@ -211,10 +208,6 @@ class Emulated:
 
     def _combine(self, number: int) -> Any:
         return self._kernels.plain("ozaki_combine", "ozaki_combine", combine_options(self._dtype, number))
-
-
-def _pointer(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
 
 
 def _panel_facts(words: Any, depth: int) -> PanelFacts:

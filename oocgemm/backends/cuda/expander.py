@@ -150,13 +150,10 @@ class Expander:
         for operand in self._problem.operands:
             offsets, size = step_offsets(self._problem, operand)
             places = [address + at if at >= 0 else 0 for at in offsets]
-            if size:
-                pinned = cupy.cuda.alloc_pinned_memory(size)
-                for at, numbers in zip(offsets, elements[operand].of_steps, strict=False):
-                    if numbers is not None and at >= 0:
-                        np.frombuffer(pinned, np.float64, len(numbers), at)[...] = numbers
-                cuda_calls.make(cuda_calls.copy(address, pinned.ptr, size, stream))
-                stream.synchronize()
+            given = elements[operand].of_steps if size else ()
+            for at, numbers in zip(places, given, strict=False):
+                if numbers is not None and at:
+                    cuda_calls.upload(at, numbers, stream)
             # A panel of a Gram matrix has both roles.
             for role in "AB" if self._problem.b.shares else operand:
                 self._numbers[role] = places

@@ -30,13 +30,13 @@ from oocgemm.backends.cuda.calls import upload
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.expander import Measurer
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.backends.cuda.multiplier import int8_finish, int8_finisher
 from oocgemm.backends.cuda.pageable import Ring, Turn
 from oocgemm.kernels.launches import (
     ChainNumbers,
     chain_grid,
     chain_options,
     columns_launch,
+    finish_options,
     reduce_grid,
     reduce_options,
     threshold_launch,
@@ -45,13 +45,15 @@ from oocgemm.kernels.launches import (
     topk_options,
 )
 from oocgemm.kernels.spec import C_TYPES
-from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Tier
+from oocgemm.planning import Kind, Operation, Plan, Region, Tier
 from oocgemm.planning.expansion import correction_bytes, number_offsets, scale_bytes
 from oocgemm.planning.schedule.operation import slot_of
 from oocgemm.planning.schedule.operations import mirrored_columns
 from oocgemm.planning.selection import COUNTER_BYTES, NONE, found_layout
 from oocgemm.planning.sinks import Applied, AtLeast, Largest, Reduced, Sink, Stored
 from oocgemm.planning.tiling import Range, ceil_div, length
+
+_pointer, _long, _real = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_double
 
 
 class ChainKernel:
@@ -88,11 +90,11 @@ class ChainKernel:
         scalars = (1.0, 0.0) if self.in_place else (problem.applied_alpha.real, problem.beta.real)
         self._kernel(
             chain_grid(rows, cols),
-            *map(ctypes.c_longlong, (rows, cols)),
-            ctypes.c_void_p(source),
-            *map(ctypes.c_double, scalars),
+            *map(_long, (rows, cols)),
+            _pointer(source),
+            *map(_real, scalars),
             chain,
-            ctypes.c_void_p(result),
+            _pointer(result),
         )
 
 
@@ -109,7 +111,6 @@ class Finisher:
         """
         problem, slots = plan.problem, plan.slots.finish
         self._problem, self._kernels, self._address = problem, kernels, address
-        self._dtypes = problem.acc_dtype, problem.c_dtype
         self._correction: tuple[int, int] | None = None
         self._measurer: Measurer | None = None
         self._chain = ChainKernel(plan, kernels) if problem.epilogue else None
@@ -118,31 +119,35 @@ class Finisher:
         if problem.exact:
             self._flags = cupy.cuda.alloc_pinned_memory(max(1, slots) * 4)
             np.frombuffer(self._flags, np.int32)[:] = 0
-            int8_finisher(kernels, self._dtypes)
-        else:
-            kernels.finisher(self._dtypes)
+        name = "int8_finish" if problem.exact else "finish"
+        self._kernel = kernels.plain(name, name, finish_options(problem.acc_dtype, problem.c_dtype))
 
     def finish(self, op: Operation) -> None:
         """Launch the kernels for the strip of a Finish."""
-        alpha, beta = self._problem.applied_alpha, self._problem.beta
+        alpha, beta = map(complex, (self._problem.applied_alpha, self._problem.beta))
         elements = length(op.m) * length(op.n)
+        grid = min(4096, ceil_div(elements, 256)), 1, 1
         source, result = self._address(op.reads[0]), self._address(op.writes[0])
         if self._chain is not None:
             self._chain.launch(op, source, result)
             return
         if self._problem.exact:
-            flag, real = self._flags.ptr + 4 * op.writes[0].slot.index, (alpha.real, beta.real)
-            int8_finish(self._kernels, self._dtypes, real, elements, source, result, flag)
+            scalars = map(_real, (alpha.real, beta.real))
+            flag = self._flags.ptr + 4 * op.writes[0].slot.index
+            at = _pointer(source), *scalars, *map(_pointer, (result, flag))
+            self._kernel(grid, _long(elements), *at)
         else:
-            self._kernels.finish(self._dtypes, (alpha, beta), elements, source, result)
+            scaled = map(_real, (alpha.real, alpha.imag))
+            added = map(_real, (beta.real, beta.imag))
+            self._kernel(grid, _long(elements), *scaled, _pointer(source), *added, _pointer(result))
         if self._correction is not None:
             if self._measurer is not None:
                 self._measurer.correct(*self._correction)
             rows, cols = (at + 8 * span[0] for at, span in zip(self._correction, (op.m, op.n), strict=True))
             self._kernels.plain("rank_one", "rank_one", ())(
-                (min(4096, -(-elements // 256)), 1, 1),
-                *map(ctypes.c_longlong, (elements, length(op.n))),
-                *map(ctypes.c_void_p, (rows, cols, result)),
+                grid,
+                *map(_long, (elements, length(op.n))),
+                *map(_pointer, (rows, cols, result)),
             )
 
     def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
@@ -158,13 +163,9 @@ class Finisher:
             self._kernels.plain("rank_one", "rank_one", ())
         if finishing.correction is None:
             return
-        rows, cols = finishing.correction
-        pinned = cupy.cuda.alloc_pinned_memory(sum(sizes))
-        for vector, offset in ((rows, 0), (cols, sizes[0])):
-            np.frombuffer(pinned, np.float64, len(vector), offset)[...] = vector
-        cuda_calls.make(cuda_calls.copy(address, pinned.ptr, sum(sizes), stream))
-        stream.synchronize()
         self._correction = address, address + sizes[0]
+        for at, vector in zip(self._correction, finishing.correction, strict=True):
+            upload(at, vector, stream)
         self._kernels.plain("rank_one", "rank_one", ())
 
     def check_of(self, op: Operation) -> Callable[[], None] | None:
@@ -247,9 +248,9 @@ class Selector(Scaled):
         for (kernel, how, more), kept in zip(launches, op.writes, strict=True):
             kernel(
                 how,
-                ctypes.c_void_p(elements),
-                *map(ctypes.c_longlong, (*strip, *more)),
-                *map(ctypes.c_void_p, (self._scales, self._address(kept))),
+                _pointer(elements),
+                *map(_long, (*strip, *more)),
+                *map(_pointer, (self._scales, self._address(kept))),
             )
 
 
@@ -268,10 +269,10 @@ class Sifter(Scaled):
         cuda_calls.make(cuda_calls.fill(to, COUNTER_BYTES, cupy.cuda.get_current_stream()))
         self._kernel(
             threshold_launch(rows),
-            ctypes.c_void_p(self._changed(op)),
-            *map(ctypes.c_longlong, numbers),
-            ctypes.c_double(sink.threshold),
-            *map(ctypes.c_void_p, (self._scales, to, to + room.segments, to + room.elements)),
+            _pointer(self._changed(op)),
+            *map(_long, numbers),
+            _real(sink.threshold),
+            *map(_pointer, (self._scales, to, to + room.segments, to + room.elements)),
         )
 
     def copy(
@@ -320,9 +321,9 @@ class Reducer(Scaled):
         rows = length(op.m)
         self._kernel(
             reduce_grid(rows),
-            ctypes.c_void_p(self._changed(op)),
-            *map(ctypes.c_longlong, (rows, length(op.n), op.first)),
-            ctypes.c_void_p(self._address(op.writes[0])),
+            _pointer(self._changed(op)),
+            *map(_long, (rows, length(op.n), op.first)),
+            _pointer(self._address(op.writes[0])),
         )
 
 
@@ -369,7 +370,11 @@ class Turner:
         in_memory = plan.setting.routes["C"].streams
         self._completes = in_memory and problem.cover.halves and problem.sink.stores_c
         if self._completes:
-            options = turn_options(problem)
+            options = (
+                f"-DOOC_STORED={C_TYPES[problem.c_dtype]}",
+                f"-DOOC_UPPER={int(problem.cover.upper)}",
+                f"-DOOC_MIRROR={int(not problem.triangle)}",
+            )
             self._turn, self._complete = (kernels.plain("turn", x, options) for x in ("turn", "complete"))
 
     def download(
@@ -417,7 +422,7 @@ class Turner:
         with self._stream:
             self._complete(
                 (min(_MAX_GRID, ceil_div(extent, _SIDE) ** 2), 1, 1),
-                *(_pointer(strip + first * self._size), *map(ctypes.c_longlong, (pitch, extent))),
+                *(_pointer(strip + first * self._size), *map(_long, (pitch, extent))),
             )
 
     def _turn_of(self, op: Operation) -> Turn:
@@ -431,20 +436,8 @@ class Turner:
             with stream:
                 self._turn(
                     (min(_MAX_GRID, squares), 1, 1),
-                    *(_pointer(source), *map(ctypes.c_longlong, extents), _pointer(result)),
+                    *(_pointer(source), *map(_long, extents), _pointer(result)),
                 )
             return result
 
         return turn
-
-
-def turn_options(problem: GemmProblem) -> tuple[str, ...]:
-    """Return the compiler options of the kernels."""
-    return (
-        f"-DOOC_STORED={C_TYPES[problem.c_dtype]}",
-        f"-DOOC_UPPER={int(problem.cover.upper)}",
-        f"-DOOC_MIRROR={int(not problem.triangle)}",
-    )
-
-
-_pointer = ctypes.c_void_p

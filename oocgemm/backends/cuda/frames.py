@@ -36,14 +36,13 @@ from oocgemm.backends.base import Array, Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.errors import BackendError
+from oocgemm.backends.cuda.pageable import cuts
 from oocgemm.kernels.launches import DeviceStrip, batches, shuffle_blocks
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning import Operation, Plan, division_of
 from oocgemm.planning.cost.coding import COMPRESSORS, DecodingShape
 from oocgemm.planning.tiling import Range, ceil_div, length
 from oocgemm.stores.codecs import NO_ROOM, NUMBERS, Codec, Fetched
-from oocgemm.system.resources import allocate
 
 # Bytes of structures of `kernels/decoding/streams.cuh`, and minimum mean bytes of a block's content.
 _STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 112, 32, 2 << 10
@@ -134,7 +133,6 @@ class Unpacker:
 FIELDS, MAX_CHUNKS = 14, 8192
 # Elements that a thread block of the kernel `place` composes.
 _ELEMENTS = 16 << 10
-PAGE = 4096
 
 
 class DecodingLane:
@@ -166,23 +164,14 @@ class Decoder:
         self._device, self._kernels, self._shape = device, kernels, shape
         self._unpacker = Unpacker(kernels, shape)
         size = shape.frames + shape.tables
-        self._memory = allocate(shape.lanes * size)
+        self._memory = cuda_calls.pinned_memory(device, shape.lanes * size, shape.lanes)
         self._pool = ThreadPoolExecutor(shape.lanes, thread_name_prefix="oocgemm-decode")
         self._lanes: SimpleQueue[DecodingLane] = SimpleQueue()
         self._on_host_turn = threading.Lock()
         self._join, self._joining = cupy.cuda.Stream(non_blocking=True), threading.Lock()
-        try:
-            list(self._pool.map(partial(self._prefault, size), range(shape.lanes)))
-            cuda_calls.pin(device, self._memory.ctypes.data, self._memory.nbytes)
-        except BackendError:
-            self._pool.shutdown()
-            raise
         for i in range(shape.lanes):
             part = self._memory[i * size : (i + 1) * size]
             self._lanes.put(DecodingLane(shape, part, address + i * shape.lane_bytes))
-
-    def _prefault(self, size: int, lane: int) -> None:
-        self._memory[lane * size : (lane + 1) * size : PAGE] = np.uint8(0)
 
     def upload(
         self, address: int, block: Compressed, waits: Sequence[Any], clock: Clock
@@ -217,8 +206,8 @@ class Decoder:
         most = max(1, min(MAX_CHUNKS, self._shape.batch // (chunk[0] * chunk[1] * itemsize)))
         across = ceil_div(block.origin[1] + block.shape[1], chunk[1])
         wide = min(most, across)
-        for rows in _cuts(block.shape[0], block.origin[0], chunk[0] * max(1, most // across)):
-            for cols in _cuts(block.shape[1], block.origin[1], chunk[1] * wide):
+        for rows in cuts(block.shape[0], chunk[0] * max(1, most // across), block.origin[0]):
+            for cols in cuts(block.shape[1], chunk[1] * wide, block.origin[1]):
                 yield rows, cols
 
     def _decode(self, address: int, block: Compressed, waits: Sequence[Any], rows: Range, cols: Range) -> int:
@@ -322,17 +311,6 @@ class Decoder:
         with suppress(Exception):  # after an error on the device, every call raises
             runtime.deviceSynchronize()
         cuda_calls.unpin(self._device, self._memory)
-
-
-def _cuts(extent: int, origin: int, step: int) -> list[Range]:
-    """Cut an axis of a block at multiples of `step` from the start of the chunk with its first index.
-
-    `origin` is the position of the first index in this chunk.
-
-    >>> _cuts(10, 3, 4)
-    [(0, 1), (1, 5), (5, 9), (9, 10)]
-    """
-    return [(max(0, at), min(extent, at + step)) for at in range(-origin, extent, step)]
 
 
 def _halves(block: Compressed, rows: Range, cols: Range) -> list[tuple[Range, Range]]:

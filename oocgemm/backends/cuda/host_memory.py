@@ -22,7 +22,7 @@ from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.pageable import Ring
 from oocgemm.planning import Plan
 from oocgemm.planning.cost.coding import decoding_shape
-from oocgemm.planning.cost.footprint import COMPILED_LANES, HOST_ALIGNMENT, PIECE, RingShape, ring_shape
+from oocgemm.planning.cost.footprint import COMPILED_LANES, HOST_ALIGNMENT, PAGE, PIECE, RingShape, ring_shape
 from oocgemm.planning.tiling import round_up
 from oocgemm.system.resources import allocate
 
@@ -36,8 +36,6 @@ MAX_KEPT = 128 << 20
 MIN_KEPT = 4 << 20
 # CUDA's cudaHostRegisterPortable: the memory is pinned for all devices, not only for the current one.
 PORTABLE = 1
-# Size of a page in bytes. Memory is faulted in by one write per page.
-PAGE = 4096
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from cupy.cuda import driver, nvrtc, runtime
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.errors import BackendError
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.spec import C_TYPES, Call, Device, Kernel, Launch, Params, TensorMap, arguments, options
+from oocgemm.kernels.spec import Call, Device, Kernel, Launch, Params, TensorMap, arguments, options
 
 _MAP_BYTES = 128
 # Values of the enumerations that cuTensorMapEncodeTiled takes, from cuda.h.
@@ -68,44 +68,6 @@ class Kernels:
             function = self._load(kernel.source, kernel.entry or kernel.source, arch, macros)
             self._functions[key] = function
         return self._functions[key]
-
-    def finish(
-        self,
-        dtypes: tuple[str, str],
-        scalars: tuple[complex, complex],
-        elements: int,
-        source: int,
-        result: int,
-    ) -> None:
-        """Compute result = alpha source + beta result, element by element, on the device.
-
-        Args:
-            dtypes: of source and result.
-            scalars: alpha and beta.
-            elements: the number of elements.
-            source, result: device addresses.
-        """
-        real, pointer = ctypes.c_double, ctypes.c_void_p
-        alpha, beta = (complex(scalar) for scalar in scalars)
-        values = (
-            *(ctypes.c_longlong(elements), real(alpha.real), real(alpha.imag), pointer(source)),
-            *(real(beta.real), real(beta.imag), pointer(result)),
-        )
-        grid = min(4096, -(-elements // 256)), 1, 1
-        cuda_calls.launch(self.finisher(dtypes).ptr, grid, (256, 1, 1), 0, values)
-
-    def finisher(self, dtypes: tuple[str, str]) -> Any:
-        """Return the kernel `finish` for these dtypes of source and result.
-
-        The kernel applies alpha and beta to the source, and casts it to the dtype of the result.
-        """
-        if dtypes not in self._functions:
-            major, minor = self.device.capability
-            macros = [
-                f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)
-            ]
-            self._functions[dtypes] = self._load("finish", "finish", f"sm_{major}{minor}", macros)
-        return self._functions[dtypes]
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
         """Compile and load a kernel that is not a GEMM kernel; return a Python function that launches it.

@@ -114,7 +114,6 @@ class Sweep:
         return np.frombuffer(pinned, np.float64, MOMENTS * self._room.lines).reshape(MOMENTS, -1).copy()
 
     def _at(self, slot: int) -> int:
-        """Return the address of a slot."""
         return self._address + self._room.slots + slot * self._room.slot
 
     def _take(self, cut: Any, slot: int, upload: Callable[[], Any], free: list[Any]) -> None:
@@ -153,12 +152,8 @@ class Sweep:
         for numbers in self._given.numbers:
             places.append(0 if numbers is None else at)
             if numbers is not None:
-                size = 8 * len(numbers)
-                pinned = cupy.cuda.alloc_pinned_memory(max(1, size))
-                np.frombuffer(pinned, np.float64, len(numbers))[...] = numbers
-                cuda_calls.make(cuda_calls.copy(at, pinned.ptr, size, self._stream))
-                self._stream.synchronize()
-                at += size
+                cuda_calls.upload(at, numbers, self._stream)
+                at += 8 * len(numbers)
         return places
 
     def _kernel(self, entry: str) -> Any:

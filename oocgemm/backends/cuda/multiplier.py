@@ -28,7 +28,7 @@ from oocgemm.kernels import tuning
 from oocgemm.kernels.ladder import choose
 from oocgemm.kernels.spec import C_TYPES, Call, Kernel, Params
 from oocgemm.planning import Op
-from oocgemm.planning.emulation import EXACT_LIMIT, STRIP_ROWS, pitch, workspace_layout
+from oocgemm.planning.emulation import STRIP_ROWS, pitch, workspace_layout
 from oocgemm.system.threads import start
 
 # The kinds of products for which cuBLAS has loaded its kernels in this process. A kind consists of device,
@@ -105,8 +105,6 @@ def _scalar(value: complex, dtype: str) -> ctypes.c_void_p:
     return np.array(value, numpy_dtype(dtype)).ctypes.data_as(ctypes.c_void_p)
 
 
-# CUDA_R_8I and CUDA_R_32I of cudaDataType_t, and CUBLAS_COMPUTE_32I of cublasComputeType_t.
-_INT8, _INT32, _COMPUTE_32I = 3, 10, 72
 # cuBLAS requires that addresses and leading dimensions of int8 operands are multiples of this many bytes.
 _ALIGNMENT = 16
 # A thread block of the kernel int8_pack copies this many rows, and this many bytes of each along k.
@@ -169,57 +167,10 @@ def by_strips(kernels: Kernels, call: Call, c_dtype: str, product: Callable[[Cal
         )
 
 
-def int8_finish(
-    kernels: Kernels,
-    dtypes: tuple[str, str],
-    scalars: tuple[float, float],
-    elements: int,
-    source: int,
-    result: int,
-    too_large: int,
-) -> None:
-    """Compute result = alpha source + beta result, element by element, on the device.
-
-    Args:
-        kernels: compiles and launches the kernel.
-        dtypes: of source and result.
-        scalars: alpha and beta.
-        elements: the number of elements.
-        source, result: device addresses.
-        too_large: address of an int32, used if the result has an integer dtype. It becomes 1 if an element is
-            outside the range of that dtype, or so large (2^53) that float64 may have rounded it.
-    """
-    alpha, beta = map(ctypes.c_double, scalars)
-    int8_finisher(kernels, dtypes)(
-        (min(4096, -(-elements // 256)), 1, 1),
-        *(_long(elements), _pointer(source), alpha, beta, _pointer(result), _pointer(too_large)),
-    )
-
-
-def int8_finisher(kernels: Kernels, dtypes: tuple[str, str]) -> Callable[..., None]:
-    """Return a function that launches the kernel int8_finish for these dtypes of source and result.
-
-    The kernel computes result = alpha source + beta result, and casts it to the dtype of result.
-    """
-    macros = [f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)]
-    maximum = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(dtypes[1])
-    if maximum is not None:
-        macros.append(f"-DOOC_MAX={maximum}.0")
-    return kernels.plain("int8_finish", "int8_finish", tuple(macros))
-
-
 def _product(handle: int, call: Call) -> None:
-    """Compute the same as `int8_gemm`, for operands that cuBLAS accepts; beta is 0 or 1.
-
-    cuBLAS takes column-major matrices. A row-major C is C^T = op(B)^T op(A)^T in column-major order, so A and
-    B swap places.
-    """
-    alpha, beta = (np.array(value, np.int32) for value in (1, int(call.beta == 1)))
-    cublas.gemmEx(
-        *(handle, 1, 0, call.n, call.m, call.k, alpha.ctypes.data),
-        *(call.b, _INT8, call.ldb, call.a, _INT8, call.lda),
-        *(beta.ctypes.data, call.c, _INT32, call.ldc, _COMPUTE_32I, -1),
-    )
+    """Compute the same as `int8_gemm`, for operands that cuBLAS accepts; beta is 0 or 1."""
+    extents, beta = (call.m, call.n, call.k), int(call.beta == 1)
+    cuda_calls.gemm_int8(handle, extents, (call.a, call.lda), (call.b, call.ldb), (call.c, call.ldc), beta)
 
 
 def _pack(kernels: Kernels, x: int, ld: int, shape: tuple[int, int], k_major: bool, to: int) -> None:

@@ -17,7 +17,6 @@ pieces are large, and no other call of a piece releases the GIL.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from itertools import count, cycle
@@ -27,6 +26,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import driver
 
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
@@ -53,7 +53,6 @@ from oocgemm.system.pool import (
     row_pieces,
     stored_block,
 )
-from oocgemm.system.resources import allocate
 from oocgemm.system.threads import start
 
 # A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. To open
@@ -82,9 +81,9 @@ def pieces(block: Pageable, size: int) -> list[Piece]:
         height, width = min(high, size // line), wide
         if height < high:
             height = ceil_div(high, ceil_div(high, height))
-            bands = _cuts(rows, high, down)
-            heights = [(top + i, top + j) for top, end in bands for i, j in _cuts(end - top, height, 0)]
-            return _located(heights, _cuts(cols, width, along), row, itemsize)
+            bands = cuts(rows, high, down)
+            heights = [(top + i, top + j) for top, end in bands for i, j in cuts(end - top, height, 0)]
+            return _located(heights, cuts(cols, width, along), row, itemsize)
         height = size // line // high * high
     elif least * row <= size:
         height, width = size // row, cols
@@ -95,8 +94,8 @@ def pieces(block: Pageable, size: int) -> list[Piece]:
         if width >= wide:
             width -= width % wide
     return _located(
-        _cuts(rows, height, down if height % high == 0 else 0),
-        _cuts(cols, width, along if width % wide == 0 else 0),
+        cuts(rows, height, down if height % high == 0 else 0),
+        cuts(cols, width, along if width % wide == 0 else 0),
         *(row, itemsize),
     )
 
@@ -108,10 +107,10 @@ def _located(rows: Sequence[Range], cols: Sequence[Range], row: int, itemsize: i
     ]
 
 
-def _cuts(extent: int, step: int, start: int) -> list[Range]:
+def cuts(extent: int, step: int, start: int) -> list[Range]:
     """Cut an axis at multiples of `step`, where its first index counts as `start`.
 
-    >>> _cuts(10, 4, 0), _cuts(10, 4, 7)
+    >>> cuts(10, 4, 0), cuts(10, 4, 7)
     ([(0, 4), (4, 8), (8, 10)], [(0, 1), (1, 5), (5, 9), (9, 10)])
     """
     first = -(start % step)
@@ -329,13 +328,13 @@ class CompiledThreads:
         `memory` is pinned. It begins with the buffers, and ends with their marks. The device of the copies
         must be the current one.
         """
-        driver = [cuda_calls.address(name) for name in DRIVER]
+        functions = [cuda_calls.address(name) for name in DRIVER]
         lane, start = BUFFERS * shape.piece, memory.ctypes.data
         self._most = min(shape.piece, MAX_COMPILED_PIECE)
         size = 2 * self._most if uploads else lane
         places = start, lane, size, start + shape.lanes * lane
         threads = shape.lanes - 1, UPLOADING if uploads else DOWNLOADING
-        self._pool = Pool(driver, cuda_calls.context(), places, threads, uploads=uploads)
+        self._pool = Pool(functions, cuda_calls.context(), places, threads, uploads=uploads)
         self.take, self.give = self._pool.take, self._pool.give
         self._threads, self._uploads = threads[0], uploads
         self._copied = list[PooledCopying]()  # blocks that may still be being copied
@@ -436,7 +435,7 @@ class PooledCopying:
         self._block.owned = ()  # the copying is remembered until the next one
         if error := error_of(self._block):
             raise error
-        cuda_calls.check(self._block.error)
+        driver.check_status(self._block.error)
 
     @property
     def ended(self) -> bool:
@@ -455,10 +454,7 @@ class Direction:
 
     def __init__(self, device: Any, shape: RingShape, name: str) -> None:
         self._device = device
-        self._memory = allocate(shape.bytes // 2)
-        with ThreadPoolExecutor(shape.lanes) as pool:  # faults in the pages
-            list(pool.map(partial(_prefault, self._memory, shape.lanes), range(shape.lanes)))
-        cuda_calls.pin(device, self._memory.ctypes.data, self._memory.nbytes)
+        self._memory = cuda_calls.pinned_memory(device, shape.bytes // 2, shape.lanes)
         self._streams: list[Any] = []  # those that no block uses
         self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created
         self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
@@ -681,8 +677,3 @@ def _copy(to: tuple[int, int], source: tuple[int, int], height: int, size: int, 
         cuda_calls.make(cuda_calls.copy(to[0], source[0], height * size, stream))
     else:
         cuda_calls.make(cuda_calls.copy_rows(to, source, size, height, stream))
-
-
-def _prefault(memory: Array, parts: int, part: int) -> None:
-    size = memory.nbytes // parts
-    memory[part * size : (part + 1) * size : PAGE] = np.uint8(0)

@@ -465,13 +465,19 @@ class CudaSession:
         return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
 
 
-class AppliedSession(CudaSession):
-    """A session whose Finish changes a strip of C in its accumulator, and multiplies it and V."""
+class FactorSession(CudaSession):
+    """A session with a matrix on the device, Q or V, besides panels and tiles."""
 
     def use_factor(self, factor: Array) -> None:
+        # It is behind the numbers of the transform, just before the workspace. Rows of Q are as long as those
+        # of C, so that they are aligned alike.
         self._factor = self._arena + self._work - factor_bytes(self._problem)
         with self._device:
             upload(self._factor, factor, self._streams["compute"])
+
+
+class AppliedSession(FactorSession):
+    """A session whose Finish changes a strip of C in its accumulator, and multiplies it and V."""
 
     def _launches(
         self, op: Operation, host: Sequence[Array] | Pinned, stream: object
@@ -493,18 +499,11 @@ class AppliedSession(CudaSession):
         return Call(*kind, *extents, 1.0, strip, length(op.n), factor, count, beta, kept, count, *how)
 
 
-class ChainedSession(CudaSession):
+class ChainedSession(FactorSession):
     """A session whose Multiply first adds the product of its panel's adjoint and Q to the panel of B.
 
     Both products are on the stream of the Multiply, so that the first one ends before the second one begins.
     """
-
-    def use_factor(self, factor: Array) -> None:
-        # Q is behind the numbers of the transform, just before the workspace. Its rows are as long as those
-        # of C, so that they are aligned alike.
-        self._factor = self._arena + self._work - factor_bytes(self._problem)
-        with self._device:
-            upload(self._factor, factor, self._streams["compute"])
 
     def _launches(
         self, op: Operation, host: Sequence[Array] | Pinned, stream: Any
