@@ -22,7 +22,6 @@ from oocgemm.planning import (
     OPERANDS,
     GemmProblem,
     Kind,
-    Op,
     Operation,
     Plan,
     Region,
@@ -423,30 +422,6 @@ class Backend(Protocol):
         Raises:
             OutOfMemoryError: the device has too little free memory.
         """
-
-
-def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
-    """Return the shape of an operation's block in the stored operand.
-
-    An operation counts rows and columns in op(A), op(B) or C. If op() transposes, the stored operand has them
-    swapped.
-    """
-    (r0, r1), (c0, c1) = operation.block
-    rows, cols = r1 - r0, c1 - c0
-    op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
-    return (cols, rows) if op.swaps else (rows, cols)
-
-
-def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
-    """Return the scalars (alpha, beta) for one Multiply. `first` is true for the first one of a tile.
-
-    If a Finish applies alpha and beta, the Multiplies only add up products: the first one overwrites the
-    accumulator (beta = 0), later ones add to it (beta = 1). Otherwise, every Multiply applies alpha, and the
-    first one also the problem's beta.
-    """
-    if problem.finishes:
-        return 1.0, 0.0 if first else 1.0
-    return problem.applied_alpha, problem.beta if first else 1.0
 
 
 def limits_of(name: str) -> Any:

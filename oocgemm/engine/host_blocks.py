@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import Compressed, Found, Pageable, Pinned, stored_shape
-from oocgemm.planning import Kind, Layout, Op, Operation, Plan
+from oocgemm.backends.base import Compressed, Found, Pageable, Pinned
+from oocgemm.planning import Kind, Layout, Operation, Plan
 from oocgemm.planning.cost.footprint import MIRRORED_BYTES
-from oocgemm.planning.tiling import Range
+from oocgemm.planning.tiling import Range, length
 from oocgemm.stores import BATCH_BYTES, Array, Coded, Collecting, Matrix, in_memory, memory, pieces
 from oocgemm.stores.capabilities import cached_chunks
 from oocgemm.stores.codecs import Codec, Fetched
@@ -28,18 +28,6 @@ MAX_PIECE_BYTES = 16 << 20
 MIN_PIECE_BYTES = 4 << 20
 
 
-def stored_block(plan: Plan, operation: Operation) -> tuple[Range, Range]:
-    """Return the ranges of rows and columns of an operation's block in the stored operand.
-
-    An operation counts rows and columns in op(A), op(B) or C. If op() transposes, the stored operand has them
-    swapped.
-    """
-    problem = plan.problem
-    op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
-    rows, cols = operation.block
-    return (cols, rows) if op.swaps else (rows, cols)
-
-
 def column_groups(plan: Plan, operation: Operation) -> list[Range]:
     """Return the ranges of columns that a host slot stores as one contiguous array each.
 
@@ -49,7 +37,7 @@ def column_groups(plan: Plan, operation: Operation) -> list[Range]:
     - for A and B, if the store only reads whole chunks: a codec can then decode a chunk in place;
     - for C: direct I/O writes a contiguous chunk up to twice as fast as one row by row.
     """
-    _, (first, last) = stored_block(plan, operation)
+    _, (first, last) = operation.stored
     problem, layouts = plan.problem, plan.layouts
     match operation.operand:
         case "C":
@@ -71,7 +59,7 @@ def slot_views(plan: Plan, operation: Operation, memory: Array, dtype: np.dtype[
     `memory` has the bytes of the slot. The arrays are views of it. The first array begins at the start of the
     slot, and the arrays follow each other without gaps.
     """
-    height, width = stored_shape(operation, plan.problem)
+    height, width = map(length, operation.stored)
     data = memory[: height * width * dtype.itemsize].view(dtype)
     return [
         data[height * c0 : height * c1].reshape(height, c1 - c0) for c0, c1 in column_groups(plan, operation)
@@ -86,7 +74,7 @@ def located(
     Rows and columns are the ranges of the stored operand that the array contains. The argument `columns` is
     what `slot_views` returned for the operation.
     """
-    rows, (left, _) = stored_block(plan, operation)
+    rows, (left, _) = operation.stored
     for group in columns:
         yield rows, (left, left := left + group.shape[1]), group
 
@@ -177,7 +165,7 @@ def host_block(
     """
     if plan.problem.sink.bounded and isinstance(matrix, Collecting):
         return Found(partial(matrix.put, operation.m, operation.n))
-    (top, bottom), (left, right) = stored_block(plan, operation)
+    (top, bottom), (left, right) = operation.stored
     if plan.is_direct(operation.operand):
         return Pinned(memory(matrix)[top:bottom, left:right])
 

@@ -79,17 +79,15 @@ from oocgemm.backends.base import (
     Pinned,
     Session,
     numpy_dtype,
-    stored_shape,
 )
 from oocgemm.backends.checksums import ROW_WEIGHTS, WORD_WEIGHTS, random_words
-from oocgemm.engine.host_blocks import stored_block
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.host_checksums import HostSums, StripSums
 from oocgemm.integrity.rounding import Rounding, wide_dtype
-from oocgemm.planning import Kind, Op, Operation, Plan, Slot
+from oocgemm.planning import Kind, Operation, Plan, Slot
 from oocgemm.planning.check_blocks import DIGEST_ROWS, HEAD, SIDE, PartOffsets, borders, digest_weights
-from oocgemm.planning.tiling import Range, Tile
+from oocgemm.planning.tiling import Range, Tile, length
 from oocgemm.timeline.spans import BusyTime
 
 _WORD = 4
@@ -199,7 +197,7 @@ class DeviceSums:
                 digest = self._digest_of_pageable(host)
             elif isinstance(host, Pinned):
                 whole = self._digest(operation)
-                whole(*stored_block(self._plan, operation), host.array)
+                whole(*operation.stored, host.array)
                 digest = whole.value
             else:
                 digest = self._digests[operation.reads[0].slot]
@@ -221,7 +219,7 @@ class DeviceSums:
         start = perf_counter_ns()
         room, problem = self._summing.room, self._problem
         downloaded = staging.checksum_bytes(operation.reads[0].slot)
-        (height, width), strip = stored_shape(operation, problem), self._plan.slots.strip
+        (height, width), strip = map(length, operation.stored), self._plan.slots.strip
         rows, cols = borders(height, strip), borders(width, width)
         blocks = len(rows) - 1, len(cols) - 1
 
@@ -274,9 +272,7 @@ class DeviceSums:
         return digest
 
     def _digest(self, operation: Operation) -> "Digest":
-        rows, cols = operation.block
-        op = {"A": self._problem.trans_a, "B": self._problem.trans_b}.get(operation.operand, Op.N)
-        top, left = (cols[0], rows[0]) if op.swaps else (rows[0], cols[0])
+        (top, _), (left, _) = operation.stored
         every = 1 if operation.operand == "C" else DIGEST_ROWS
         return Digest(self._weights, top, left, every, self._busy)
 

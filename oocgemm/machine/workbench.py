@@ -28,6 +28,7 @@ from oocgemm.planning import (
     GemmProblem,
     InMemory,
     Kind,
+    Lane,
     Layouts,
     MachineModel,
     Operation,
@@ -39,6 +40,7 @@ from oocgemm.planning import (
     Tier,
     TileShape,
 )
+from oocgemm.planning.schedule.operation import LANES
 from oocgemm.planning.search.slot_counts import io_threads
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
@@ -181,7 +183,8 @@ class Workbench:
         planes = (_device("P", 1),) if problem.planes else ()
         reads = (*self._panels(depth), *planes, *(() if first else (c,)))
         flops = problem.step_flops(tile.m, tile.n, depth)
-        return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *ranges, flops=flops, first=first)
+        given = Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *ranges, 0, flops, first
+        return Operation(*given, whole=ranges[:2])
 
     def prepare(self, depth: int) -> Operation:
         """Return the operation that prepares an emulated product over `depth` indices along k.
@@ -191,7 +194,8 @@ class Workbench:
         tile, planes = self.plan.tile, (_device("P", 1),)
         size = (tile.m + tile.n) * depth * self.plan.problem.itemsizes["A"]
         ranges = (0, tile.m), (0, tile.n), (0, depth)
-        return Operation(Kind.PREPARE, "P", _TILE, 0, self._panels(depth), planes, *ranges, size)
+        given = Kind.PREPARE, "P", _TILE, 0, self._panels(depth), planes, *ranges, size
+        return Operation(*given, lane=Lane.PREPARE, stream=Lane.PREPARE.value, whole=ranges[:2])
 
     def _panels(self, depth: int) -> tuple[Region, Region]:
         return _device("A", self.plan.tile.m * depth), _device("B", depth * self.plan.tile.n)
@@ -306,7 +310,8 @@ def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int
     region, nothing = (_device(operand, elements),), (0, 0)
     reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
     m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
-    return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
+    given, lane = (kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize), LANES[kind]
+    return Operation(*given, lane=lane, stream=lane.value, stored=(rows, cols))
 
 
 @contextmanager

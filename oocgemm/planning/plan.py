@@ -20,6 +20,7 @@ from oocgemm.planning.cost.machine import KernelRate, MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared, predict_triangle
 from oocgemm.planning.epilogue import Step
 from oocgemm.planning.layout import KINDS, Coding, Codings, Layout, Layouts, Writing
+from oocgemm.planning.lowering import Lowered, lower
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.dealing import SharedSchedule, arrangement, deal, deal_in_order, deal_rows
 from oocgemm.planning.schedule.hazards import Program
@@ -294,6 +295,11 @@ class Plan:
         """Per operand, its layout and the shape of the blocks that are copied: panels, or strips of C."""
         (m, n, k), layouts = extents(self.problem, self.tile), self.layouts
         return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (self.slots.strip, n))}
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """What the operations of the run do."""
+        return lower(self.problem, self.slots)
 
     def schedule(self) -> Schedule:
         """Return the operations of the run in program order."""

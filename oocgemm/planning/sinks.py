@@ -37,6 +37,8 @@ class Sink:
       most the number of elements of C.
     - `scaled`: whether row i and column j of C are first multiplied by s[i] and s[j], for a vector s, and
       clipped to [-1, 1].
+    - `one_in`: of how many elements of a strip one is stored, if its elements are. It is an estimate if their
+      number depends on the elements.
     - `begins_with_zeros`: whether the array in which results are stored needs zeros before the run.
     - `merge`: how the results of different tiles become one, if different devices or workers compute them:
 
@@ -52,6 +54,7 @@ class Sink:
     name: ClassVar[str]
     stores_c: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
+    one_in: ClassVar[int] = 1
     begins_with_zeros: ClassVar[bool] = False
 
     @property
@@ -171,10 +174,11 @@ class AtLeast(Selected):
 
     name = "at least"
     bounded = True
+    one_in = SPARSE
 
     def count(self, rows: int, elements: int) -> int:
         """Estimate their number: it depends on the elements."""
-        return elements // SPARSE
+        return elements // self.one_in
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from oocgemm.planning import (
     Layouts,
     Op,
     Setting,
+    Slot,
     Slots,
     TileGrid,
     TileSet,
@@ -41,6 +42,7 @@ from oocgemm.planning.schedule.hazards import Program
 from tests.support.products import changed, product_of
 
 KEPT = Path(__file__).with_suffix(".json")
+DERIVED = "lane", "stream", "stored", "whole", "parts"
 BUDGETS = Budgets(2 << 30, 2 << 30)
 FILES = Layouts(Chunked((5, 7)), Chunked((7, 4)), Chunked(writing=Writing(free=True)))
 CODED = Layouts(
@@ -218,14 +220,18 @@ def digest(case: Case, candidate: Candidate) -> dict[str, Any]:
 
 
 def described(fields: Mapping[str, Any]) -> str:
-    """Describe an operation by its fields, with slots as text. New fields that are unset do not count."""
+    """Describe an operation by its fields, with slots as text.
+
+    New fields that are unset do not count, and those that follow from the other ones do not, either.
+    """
 
     def text(value: Any) -> str:
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not isinstance(value, Slot):
             return "(" + ",".join(map(text, value)) + ")"
         return str(value)
 
-    return " ".join(f"{name}={text(value)}" for name, value in fields.items() if value not in (False, 0, ()))
+    kept = {name: value for name, value in fields.items() if name not in DERIVED}
+    return " ".join(f"{name}={text(value)}" for name, value in kept.items() if value not in (False, 0, ()))
 
 
 def stored(candidate: Candidate) -> dict[str, Any]:

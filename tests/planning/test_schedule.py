@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from oocgemm.planning import Kind, Operation, Schedule, Slots, TileGrid, TileShape
 from oocgemm.planning.schedule.hazards import HazardTracker, Program
-from oocgemm.planning.schedule.placement import step_groups
+from oocgemm.planning.schedule.placement import Placing
 from oocgemm.planning.schedule.traversal import Traversal, walk
 from tests.support.problems import integers
 from tests.support.products import changed
@@ -196,8 +196,10 @@ def test_verify_refuses_strips_that_share_a_chunk() -> None:
 def test_steps_run_by_strips_between_tiles_and_at_the_end(
     slots: Slots, first: Any, between: Any, last: Any
 ) -> None:
-    def by_strips(**which: bool) -> tuple[list[int], ...]:
-        groups = [(by, list(steps)) for by, steps in step_groups(range(10), slots, **which)]
+    def by_strips(*, first: bool, last: bool) -> tuple[list[int], ...]:
+        tile = (0, 0) if first else (2, 0)
+        placing = Placing([tile], 10, slots, last=tile if last else (3, 3))
+        groups = [(by, [step for step, *_ in steps]) for by, steps in placing.groups(0)]
         assert [step for _, steps in groups for step in steps] == list(range(10))
         return tuple(steps for by, steps in groups if by)
 

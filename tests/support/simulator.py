@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import step_scalars
 from oocgemm.planning import Kind, Operation, Region, Schedule, Slot, Tier
 from oocgemm.planning.schedule.hazards import IN_ORDER
 from oocgemm.planning.schedule.traversal import step_order
@@ -158,7 +157,7 @@ class Simulator:
 
     def _multiply(self, op: Operation, inputs: list[Array]) -> None:
         m, n, k = map(length, (op.m, op.n, op.k))
-        alpha, beta = step_scalars(self.schedule.problem, op.first)
+        alpha, beta = self.schedule.lowered.scalars[0 if op.first else 1]
         value: Any = np.zeros((m, n))
         if k:
             top, bottom = self.schedule.grid.rows(op.tile[0])

@@ -13,7 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import Array, PanelNumbers, stored_shape
+from oocgemm.backends.base import Array, PanelNumbers
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.kernels.launches import (
@@ -26,10 +26,11 @@ from oocgemm.kernels.launches import (
     products_grid,
     sums_grid,
 )
-from oocgemm.planning import Operation, Plan, Region
+from oocgemm.planning import Op, Operation, Plan, Region
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.elements import missing_code
 from oocgemm.planning.expansion import SUM_BYTES, expanded_bytes, measure_room, step_offsets
+from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import ceil_div, length
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
@@ -70,7 +71,7 @@ class Measurer:
 
     def _measure(self, op: Operation, panel: int) -> None:
         problem, first, columns = self._problem, op.k[0], length(op.k)
-        rows, cols = stored_shape(op._replace(operand="A", n=(0, 0)), problem)
+        rows, cols = map(length, stored_panel(op, "A", problem.trans_a))
         width, code = 1 if cols % WIDTH else WIDTH, ctypes.c_int(int(self._code or 0))
         given = _pointer(panel), _long(rows), _long(cols), code
         grid = sums_grid(rows, cols, width, by_column=self._by_column)
@@ -129,6 +130,12 @@ class Measurer:
         return self._kernels.plain("measure", f"measure_{entry}", options)
 
 
+def stored_panel(op: Operation, role: str, operation: Op) -> Block:
+    """Return the rows and columns of the stored operand in a panel of a Prepare, in the role "A" or "B"."""
+    block = (op.m, op.k) if role == "A" else (op.k, op.n)
+    return block[::-1] if operation.swaps else block
+
+
 class Expander:
     """The expanded panels of one run. A slot of the operand "P" contains the results for one step."""
 
@@ -185,21 +192,20 @@ class Expander:
         """Prepare the launches of a Prepare, which measure and transform its panels."""
         a, b = (self._address(region) for region in op.reads)
         to_a, to_b = self.panels(a, b, self._address(op.writes[0]))
-        panels = {"A": (op._replace(operand="A", n=(0, 0)), a, to_a)}
-        if to_a != to_b:
-            panels["B"] = op._replace(operand="B", m=(0, 0)), b, to_b
+        panels = {"A": (a, to_a)} | ({"B": (b, to_b)} if to_a != to_b else {})
         expand = [
-            cuda_calls.in_python(partial(self._launch, *panel))
+            cuda_calls.in_python(partial(self._launch, role, op, *panel))
             for role, panel in panels.items()
             if role in self._operands
         ]
         return expand if self.measurer is None else self.measurer.launches(op) + expand
 
-    def _launch(self, panel: Operation, source: int, result: int) -> None:
-        """Transform a panel. Of the operation `panel`, its operand and its ranges matter."""
-        role, (rows, cols) = panel.operand, stored_shape(panel, self._problem)
-        width, operand = 1 if cols % WIDTH else WIDTH, self._operands[panel.operand]
-        ranges = panel.block[::-1] if operand.op.swaps else panel.block
+    def _launch(self, role: str, op: Operation, source: int, result: int) -> None:
+        """Transform the panel of op(A) or op(B), the `role`, of a Prepare."""
+        operand = self._operands[role]
+        ranges = stored_panel(op, role, operand.op)
+        rows, cols = map(length, ranges)
+        width = 1 if cols % WIDTH else WIDTH
         first = {"rows": ranges[0][0], "cols": ranges[1][0], "": 0}
         steps = Elements()
         for i, (step, at) in enumerate(zip(operand.prepared, self._numbers[role], strict=True)):

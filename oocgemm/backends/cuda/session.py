@@ -30,7 +30,6 @@ from oocgemm.backends.base import (
     Token,
     areas,
     device_offsets,
-    step_scalars,
 )
 from oocgemm.backends.checksums import DeviceChecksums, DeviceStripSums
 from oocgemm.backends.cuda import calls as cuda_calls
@@ -126,7 +125,7 @@ class CudaSession:
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
         self._problem, self._arena, self._spins = plan.problem, 0, spins(plan)
-        self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
+        self._scalars = plan.lowered.scalars
         self._places: Places = connected(device, [(x._device.id, x._places) for x in beside])
         self._warm, self._closed, self._loading = take(device), False, Loading()
         self._host: HostMemory = HostMemory(self._device, beside[0]._host if beside else None)
@@ -406,7 +405,7 @@ class CudaSession:
         return (a, b) if self._expander is None else self._expander.panels(a, b, self._address(reads[2]))
 
     def _plane_offsets(self, op: Operation) -> Offsets:
-        m, n = length(self._tile_rows(op.tile[0])), length(self._tile_cols(op.tile[1]))
+        m, n = map(length, op.whole)
         return plane_offsets(self._problem.planes, m, n, op.k[1] - op.k[0])
 
     def _prepare(self, op: Operation) -> None:
@@ -421,7 +420,7 @@ class CudaSession:
     def _multiply(self, op: Operation) -> cuda_calls.Launch:
         problem = self._problem
         m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
-        (top, bottom), (left, right) = self._tile_rows(op.tile[0]), self._tile_cols(op.tile[1])
+        (top, bottom), (left, right) = op.whole
         a = b = 0
         if k:
             a, b = self._addresses(op.reads)
@@ -434,7 +433,7 @@ class CudaSession:
         if number:
             planes, shape = self._places[op.reads[2].slot], (bottom - top, right - left, k)
             rows, cols = (op.m[0] - top, op.m[1] - top), (op.n[0] - left, op.n[1] - left)
-            alpha, beta = step_scalars(problem, op.first)
+            alpha, beta = self._scalars[0 if op.first else 1]
             given = self._plane_offsets(op), self._arena + self._work
             arguments = planes, *given, rows, shape, number, alpha.real, beta.real, c, n, cols
             return cuda_calls.in_python(partial(self._emulated.multiply, *arguments))
@@ -459,7 +458,7 @@ class CudaSession:
         ldb = k if problem.trans_b.swaps else whole[1]
         # A step for which emulation would not be accurate enough is multiplied in the dtype of the operands.
         compute = "native" if problem.compute == "emulated" else problem.compute
-        alpha, beta = step_scalars(problem, first)
+        alpha, beta = self._scalars[0 if first else 1]
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
         how = compute, self._multiplier.kernels.device, self._arena + self._work
         return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)

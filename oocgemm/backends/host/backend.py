@@ -30,7 +30,6 @@ from oocgemm.backends.base import (
     Token,
     device_offsets,
     numpy_dtype,
-    step_scalars,
 )
 from oocgemm.backends.host.blas import blas_name, gemm, syrk
 from oocgemm.backends.host.finish import KEEPERS, Keeper, finish, run_chain
@@ -55,11 +54,16 @@ class HostSession:
     kept: Collection[Operation] = ()
 
     def __init__(self, plan: Plan, beside: "Sequence[HostSession]" = ()) -> None:
-        self._problem = plan.problem
+        self._problem, self._lowered = plan.problem, plan.lowered
+        self._dtypes = {x: numpy_dtype(panel.dtype) for x, panel in plan.lowered.panels.items()}
+        self._accumulator = numpy_dtype(plan.lowered.accumulator)
+        self._ops = plan.problem.trans_a, plan.problem.trans_b
+        self._swaps_a, self._swaps_b = (plan.lowered.panels[x].swaps for x in "AB")
+        self._widens = plan.problem.a_dtype != plan.problem.acc_dtype
+        self._halves_diagonal = plan.problem.halves_diagonal
         self._each: list[HostSession] = beside[0]._each if beside else []  # all sessions of the run
         self._each.append(self)
         self._offsets, size = device_offsets(plan, len(beside))
-        self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
         self._in_place: Mapping[str, Array] = {}
@@ -136,104 +140,97 @@ class HostSession:
     def view(self, operation: Operation, region: Region) -> Array:
         if region.slot.operand in ("C", "D"):
             return self._rows(operation, region)
-        rows, cols = operation.block
-        trans = self._problem.trans_a if operation.operand == "A" else self._problem.trans_b
-        return self._panel(region, operation.operand, *((cols, rows) if trans.swaps else (rows, cols)))
+        return self._panel(region, operation.operand, *operation.stored)
 
-    def _rows(self, operation: Operation, region: Region) -> Array:
+    def _rows(self, op: Operation, region: Region) -> Array:
         """Return the rows of C that an operation covers, as a view of a device slot or of the caller's array.
 
         A slot of the operand "C" contains a tile in the accumulator's dtype. A slot of the operand "D"
         contains a strip, cast to C's dtype.
         """
+        (top, bottom), (left, right) = op.m, op.n
         if "C" in self._in_place:
-            return self._in_place["C"][slice(*operation.m), slice(*operation.n)]
-        rows, cols = length(operation.m), length(operation.n)
-        name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
-        dtype = numpy_dtype(name)
-        return self._view(self._offsets[region.slot] + region.start * dtype.itemsize, (rows, cols), dtype)
+            return self._in_place["C"][top:bottom, left:right]
+        dtype = self._accumulator if region.slot.operand == "C" else self._dtypes["C"]
+        start = self._offsets[region.slot] + region.start * dtype.itemsize
+        return self._view(start, (bottom - top, right - left), dtype)
 
     def _view(self, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
-        size = shape[0] * shape[1] * dtype.itemsize
-        return self._arena[offset : offset + size].view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, self._arena, offset)
 
     def _multiply(self, op: Operation) -> None:
-        problem = self._problem
-        alpha, beta = step_scalars(problem, op.first)
+        problem, lowered = self._problem, self._lowered
+        alpha, beta = lowered.scalars[0 if op.first else 1]
         c = self._rows(op, op.writes[0])
-        m, _, k = (stop - start for start, stop in (op.m, op.n, op.k))
-        if k == 0:
-            empty = np.empty((m, 0), c.dtype)
-            gemm(problem.trans_a, problem.trans_b, alpha, empty, empty, beta, c)
+        if op.k[0] == op.k[1]:
+            empty = np.empty((len(c), 0), c.dtype)
+            gemm(*self._ops, alpha, empty, empty, beta, c)
             return
-        top, bottom = self._tile_rows(op.tile[0])
+        a, b = self._panels(op)
+        (top, _), (left, _) = op.whole
         # The rows of op(A)'s panel that this Multiply covers: all of them, or those of one strip of the tile.
         rows = slice(op.m[0] - top, op.m[1] - top)
-        whole = bottom - top
-        a, b = self._panels(op, whole)
-        a = a[:, rows] if problem.trans_a.swaps else a[rows]
+        a = a[:, rows] if self._swaps_a else a[rows]
         # The columns of op(B)'s panel: all of them, except in a tile on the diagonal of a Gram matrix.
-        left = self._tile_cols(op.tile[1])[0]
         cols = slice(op.n[0] - left, op.n[1] - left)
-        b = b[cols] if problem.trans_b.swaps else b[:, cols]
-        if self._problem.planes:
+        b = b[cols] if self._swaps_b else b[:, cols]
+        if self._prepared:
             prepared = self._prepared[op.reads[2].slot]
             if prepared.number:
                 from oocgemm.backends.host.residues import multiply
 
                 multiply(prepared, rows, alpha.real, beta.real, c, self._work, cols.start)
                 return
-        elif problem.a_dtype != problem.acc_dtype:
+        elif self._widens:
             a, b = self._in_accumulator_dtype(a, b)
-        if columns := problem.b.changed_columns:
+        if lowered.changes_b:
             assert self._factor is not None
-            adjoint = Op.N if problem.trans_a.swaps else Op.T  # not Op.C: such products are real
+            adjoint = Op.N if self._swaps_a else Op.T  # not Op.C: such products are real
+            columns = problem.b.changed_columns
             gemm(adjoint, Op.N, 1.0, a, self._factor[:, :columns], 1.0, b[:, :columns])
-        if problem.halves_diagonal and op.tile[0] == op.tile[1]:
+        if self._halves_diagonal and op.tile[0] == op.tile[1]:
             upper = problem.cover.upper
+            m = len(c)
             square = slice(0, m) if upper else slice(c.shape[1] - m, None)
             rest = slice(m, None) if upper else slice(0, c.shape[1] - m)
-            syrk(problem.trans_a, alpha.real, a, beta.real, c[:, square], upper=upper)
-            b, c = b[rest] if problem.trans_b.swaps else b[:, rest], c[:, rest]
-        gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
+            syrk(self._ops[0], alpha.real, a, beta.real, c[:, square], upper=upper)
+            b, c = b[rest] if self._swaps_b else b[:, rest], c[:, rest]
+        gemm(*self._ops, alpha, a, b, beta, c)
 
-    def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
+    def _panels(self, op: Operation) -> tuple[Array, Array]:
         """Return the two panels that an operation multiplies, in the orientation of the stored operands.
 
-        `whole` is the number of rows of the tile. The panel of op(A) always has that many rows, and the panel
-        of op(B) all columns of the tile, even if the operation covers only a strip of the tile.
+        The panel of op(A) always has all rows of the tile, and the panel of op(B) all of its columns, even if
+        the operation covers only a strip of the tile.
         """
-        problem = self._problem
-        top, _ = self._tile_rows(op.tile[0])
-        rows, cols = (top, top + whole), self._tile_cols(op.tile[1])
-        right = problem.operands[-1]
-        return (
-            self._panel(op.reads[0], "A", *((op.k, rows) if problem.trans_a.swaps else (rows, op.k))),
-            self._panel(op.reads[1], right, *((cols, op.k) if problem.trans_b.swaps else (op.k, cols))),
+        rows, cols = op.whole
+        a, b = (
+            (op.k, rows) if self._swaps_a else (rows, op.k),
+            (cols, op.k) if self._swaps_b else (op.k, cols),
         )
+        return self._panel(op.reads[0], "A", *a), self._panel(op.reads[1], self._lowered.right, *b)
 
     def _panel(self, region: Region, operand: str, rows: Range, cols: Range) -> Array:
         """Return a panel, given as ranges of the stored operand, in its slot or in the caller's array."""
+        (top, bottom), (left, right) = rows, cols
         if operand in self._in_place:
-            return self._in_place[operand][slice(*rows), slice(*cols)]
-        dtype = numpy_dtype(self._problem.a_dtype if operand == "A" else self._problem.b_dtype)
-        return self._view(self._offsets[region.slot], (length(rows), length(cols)), dtype)
+            return self._in_place[operand][top:bottom, left:right]
+        return self._view(self._offsets[region.slot], (bottom - top, right - left), self._dtypes[operand])
 
     def _prepare(self, op: Operation) -> None:
         problem, slot = self._problem, op.writes[0].slot
-        m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
-        a, b = self._panels(op, m)
+        m, n, k = map(length, (op.m, op.n, op.k))
+        a, b = self._panels(op)
         size = plane_offsets(problem.planes, m, n, k).end
         space = self._arena[self._offsets[slot] :][:size]
-        a, b = a.T if problem.trans_a.swaps else a, b.T if problem.trans_b.swaps else b
+        a, b = a.T if self._swaps_a else a, b.T if self._swaps_b else b
         from oocgemm.backends.host.residues import prepare
 
         self._prepared[slot] = prepare(a, b, space, problem.a_dtype)
         self._steps[self._prepared[slot].number] += 1
 
     def _in_accumulator_dtype(self, a: Array, b: Array) -> tuple[Array, Array]:
-        dtype = numpy_dtype(self._problem.acc_dtype)
-        space = self._work.view(dtype)
+        space = self._work.view(self._accumulator)
         wide_a = space[: a.size].reshape(a.shape)
         wide_b = space[a.size : a.size + b.size].reshape(b.shape)
         np.copyto(wide_a, a)
@@ -246,7 +243,7 @@ class HostSession:
             if problem.epilogue:
                 self._run_chain(op, accumulator, (1.0, 0.0), accumulator)
             if self._keeper is None:
-                slot, dtype = op.writes[0].slot, numpy_dtype(problem.c_dtype)
+                slot, dtype = op.writes[0].slot, self._dtypes["C"]
                 kept = self._view(self._offsets[slot], (problem.m, problem.sink.per_row), dtype)
                 self._keeper = KEEPERS[type(problem.sink)](problem, kept, self._finishing, self._factor)
             self._keeper.keep(op, accumulator)

@@ -14,9 +14,10 @@ class Tier(StrEnum):
     HOST = "host"
     DEVICE = "device"
 
+    __hash__ = str.__hash__  # that of enums is slow, and slots are looked up for every operation
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+
+class Slot(NamedTuple):
     """One buffer, on the device or on the host. Its `operand` says what it stores:
 
     - A, B: a panel;
@@ -33,13 +34,8 @@ class Slot:
 
     tier: Tier
     operand: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name
     device: int = 0
-
-    def __hash__(self) -> int:
-        # Every operation looks its slots up in a dict. The hash of a dataclass would include `tier`, whose
-        # hash is slow, since it is an Enum.
-        return hash((self.operand, self.index, self.device))
 
     def __str__(self) -> str:
         return f"{self.tier}:{self.operand}{self.index}" + (
@@ -142,6 +138,8 @@ class Kind(StrEnum):
     DOWNLOAD = "download"
     WRITE = "write"
 
+    __hash__ = str.__hash__
+
 
 class Lane(StrEnum):
     """Where an operation runs. Reports have one row per lane."""
@@ -154,6 +152,8 @@ class Lane(StrEnum):
     D2H = "d2h"
     ENCODE = "encode"
     WRITE = "write"
+
+    __hash__ = str.__hash__
 
 
 LANES = {
@@ -169,18 +169,28 @@ LANES = {
 
 # Replacements of lanes in `LANES`, for Reads that decode chunks and Writes that encode chunks.
 _CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
-_LOADS = (Kind.READ, Kind.UPLOAD)
-# Lanes by the kind of an operation and whether it is coded; streams by these and by whether it is of C.
-_LANE = {
-    (kind, coded): _CODED.get(lane, lane) if coded else lane
-    for kind, lane in LANES.items()
-    for coded in (False, True)
-}
-_STREAM = {
-    (*key, of_c): f"{lane.value}-c" if of_c and key[0] in _LOADS else lane.value
-    for key, lane in _LANE.items()
-    for of_c in (False, True)
-}
+
+
+@cache
+def lane_and_stream(kind: Kind, operand: str, coded: bool, turned: bool, peer: bool) -> tuple[Lane, str]:
+    """Return where an operation runs, and the name of the queue that it is issued to.
+
+    That is the name of its lane. Only loads of C have queues of their own, such as "read-c", so that they do
+    not queue behind loads of A and B. Both Downloads of a strip of a whole Gram matrix read the same
+    elements, and may end in any order. So the second one has a queue of its own, too. So have copies from
+    other devices, which may have to wait for these.
+    """
+    lane = LANES[kind]
+    lane = _CODED.get(lane, lane) if coded else lane
+    if peer:
+        return lane, "peer"
+    if turned:
+        return lane, "d2h-turned"
+    return lane, f"{lane.value}-c" if operand == "C" and kind in (Kind.READ, Kind.UPLOAD) else lane.value
+
+
+# The ranges of rows and columns of a block.
+Block = tuple[Range, Range]
 
 
 class Operation(NamedTuple):
@@ -197,6 +207,10 @@ class Operation(NamedTuple):
     - `device`: the device of its tile, as a position in the list of the run's devices.
     - `turned`: it is a Download of the conjugate transpose of a strip. `m` and `n` are where C stores it.
     - `peer`: it is an Upload from a slot of another device.
+    - `lane`, `stream`: where it runs, and the queue that it is issued to (`lane_and_stream`).
+    - `stored`: the block that it copies, as ranges of rows and columns of the stored operand.
+    - `whole`: the rows and the columns of C that the panels of a Prepare or a Multiply have.
+    - `parts`: the number of Writes that its tile has.
     """
 
     kind: Kind
@@ -215,6 +229,11 @@ class Operation(NamedTuple):
     device: int = 0
     turned: bool = False
     peer: bool = False
+    lane: Lane = Lane.COMPUTE
+    stream: str = Lane.COMPUTE.value
+    stored: Block = ((0, 0), (0, 0))
+    whole: Block = ((0, 0), (0, 0))
+    parts: int = 0
 
     @property
     def strip(self) -> Range:
@@ -222,29 +241,7 @@ class Operation(NamedTuple):
         return self.n if self.turned else self.m
 
     @property
-    def lane(self) -> Lane:
-        """Where the operation runs.
-
-        A Read that decodes is in "decode" instead of "read". A Write that encodes is in "encode" instead of
-        "write".
-        """
-        return _LANE[self.kind, self.coded]
-
-    @property
-    def stream(self) -> str:
-        """The name of the queue that the operation is issued to.
-
-        It is the name of the operation's lane. Only loads of C have queues of their own, such as "read-c", so
-        that they do not queue behind loads of A and B. Both Downloads of a strip of a whole Gram matrix read
-        the same elements, and may end in any order. So the second one has a queue of its own, too. So have
-        copies from other devices, which may have to wait for these.
-        """
-        if self.peer:
-            return "peer"
-        return "d2h-turned" if self.turned else _STREAM[self.kind, self.coded, self.operand == "C"]
-
-    @property
-    def block(self) -> tuple[Range, Range]:
+    def block(self) -> Block:
         """Ranges of rows and columns that the operation accesses in op(A), op(B) or C."""
         if self.operand == "A":
             return self.m, self.k

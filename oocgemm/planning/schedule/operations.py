@@ -38,14 +38,43 @@ of a buffer (`oocgemm.planning.schedule.hazards`).
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 from oocgemm.planning.cover import WHOLE
+from oocgemm.planning.lowering import Lowered, lower
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.schedule.operation import Kind, Operation, Region, Slot, Slots, Tier, slot_of
+from oocgemm.planning.schedule.operation import (
+    Kind,
+    Operation,
+    Region,
+    Slot,
+    Slots,
+    Tier,
+    lane_and_stream,
+    slot_of,
+)
 from oocgemm.planning.schedule.placement import Loads, Placed, Placing, Step
-from oocgemm.planning.schedule.traversal import NextUse, step_order
+from oocgemm.planning.schedule.traversal import NextUse
 from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
+
+STORE_KINDS = (Kind.READ, Kind.WRITE)
+NOTHING: Range = (0, 0)
+
+
+class Place(NamedTuple):
+    """Where a tile is: in C, by its `rows` and `cols`, and on the device, in an accumulator.
+
+    `parts` is the number of its strips. `staircase` tells that they differ in width (`TileGrid`).
+    """
+
+    tile: Tile
+    rows: Range
+    cols: Range
+    slot: Slot
+    parts: int
+    staircase: bool
 
 
 @dataclass(frozen=True)
@@ -72,6 +101,19 @@ class Schedule:
         for _, operations in self.batches(self._placing()):
             yield from operations
 
+    @cached_property
+    def lowered(self) -> Lowered:
+        """What the operations do."""
+        return lower(self.problem, self.slots, self.coded)
+
+    @cached_property
+    def _ranges(self) -> tuple[list[Range], list[Range], list[Range]]:
+        """The rows of each tile row, the columns of each tile column, and the indices of each step."""
+        (down, across), grid = self.grid.shape, self.grid
+        cuts = (grid.rows, down), (grid.cols, across), (grid.depth, grid.steps)
+        rows, cols, depths = ([cut(i) for i in range(count)] for cut, count in cuts)
+        return rows, cols, depths
+
     def batches(self, placing: Placing) -> Iterator[tuple[int, Iterator[Operation]]]:
         """Yield (number of steps, operations) for each group of steps that are loaded together.
 
@@ -79,34 +121,39 @@ class Schedule:
         take the next group.
         """
         strips_done = prepared = 0
-        selecting = self._selecting() if self.problem.sink.per_row else None
+        selecting = Selecting(self) if self.lowered.per_row else None
+        (rows, cols, depths), square = self._ranges, self.grid.cover.square
         for position, tile in enumerate(self.tiles):
-            strips = list(enumerate(self._strips(tile), strips_done))
+            m, n = rows[tile[0]], cols[tile[1]]
+            cuts = range(m[0], m[1], self.slots.strip)
+            strips = [
+                (i, (top, min(top + self.slots.strip, m[1]))) for i, top in enumerate(cuts, strips_done)
+            ]
             strips_done += len(strips)
-            c_slot = self._on_device("C", position % self.slots.c)
-            order = step_order(tile, self.grid.steps)
-            left = len(order)
+            c_slot = slot_of(Tier.DEVICE, "C", position % self.slots.c, self.device)
+            place = Place(tile, m, n, c_slot, len(strips), square and self.grid.is_staircase(tile))
+            first_step = -1
+            left = len(depths)
             for by_strips, group in placing.groups(position):
-                old_c = strips if left == len(order) else []
+                old_c = strips if left == len(depths) else []
+                first_step = group[0][0] if left == len(depths) else first_step
                 left -= len(group)
                 planes: dict[int, Region] = {}
                 for step, _, _ in group if self.slots.planes else ():
-                    if length(self.grid.depth(step)):
-                        slot = self._on_device("P", prepared % self.slots.planes)
+                    if depths[step][0] < depths[step][1]:
+                        slot = slot_of(Tier.DEVICE, "P", prepared % self.slots.planes, self.device)
                         planes[step] = Region(slot, 0, 1)
                         prepared += 1
-                apart = by_strips or self.grid.is_staircase(tile)
+                apart = by_strips or place.staircase
                 parts = [(part,) for part in strips] if apart else [strips]
                 drains = not left and selecting is None
-                yield len(group), self._batch(tile, c_slot, group, planes, old_c, parts, order[0], drains)
+                yield len(group), self._batch(place, group, planes, old_c, parts, first_step, drains)
             if selecting is not None:
-                whole = [(rows, self._in_tile(c_slot, tile, rows)) for _, rows in strips]
-                yield 0, selecting.operations(position, tile, whole)
+                yield 0, selecting.operations(position, place, [each for _, each in strips])
 
     def _batch(
         self,
-        tile: Tile,
-        c_slot: Slot,
+        place: Place,
         group: Sequence[Step],
         planes: Mapping[int, Region],
         old_c: Sequence[tuple[int, Range]],
@@ -119,31 +166,27 @@ class Schedule:
         `old_c` are the numbered strips of the old C to load first. Each of `parts` consists of the numbered
         strips that are multiplied together. With `drains`, they drain after the group.
         """
-        if self.problem.reads_c and not self.problem.finishes:
+        lowered, (tile_rows, _, depths) = self.lowered, self._ranges
+        if lowered.loads_old:
             for number, rows in old_c:
-                yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
+                yield from self._load_c(place, rows, number, place.slot, whole_tile=True)
         for step, a, b in group:
-            yield from self._load_panel("A", tile, step, a)
-            if not self.problem.b.shares:
-                yield from self._load_panel("B", tile, step, b)
-            elif tile[0] != tile[1]:
-                yield from self._load_panel("A", tile, step, b, line=tile[1])
-        for step, a, b in group:
+            yield from self._load_panel("A", place, place.rows, step, a)
+            if lowered.right == "B":
+                yield from self._load_panel("B", place, place.cols, step, b)
+            elif place.tile[0] != place.tile[1]:
+                yield from self._load_panel("A", place, tile_rows[place.tile[1]], step, b)
+        inputs = {step: self._inputs(place, depths[step], a, b) for step, a, b in group}
+        for step, _, _ in group:
             if step in planes:
-                yield self._prepare(tile, step, a, b, planes[step])
+                yield self._prepare(place, step, inputs[step], planes[step])
+                inputs[step] = *inputs[step], planes[step]
         for strips in parts:
             rows = strips[0][1][0], strips[-1][1][1]
-            for step, a, b in group:
-                inputs = self._inputs(tile, step, a, b, planes)
-                yield self._multiply(tile, rows, step, inputs, c_slot, first=step == first_step)
+            for step, _, _ in group:
+                yield self._multiply(place, rows, step, inputs[step], first=step == first_step)
             for number, rows in strips if drains else ():
-                yield from self._drain(tile, rows, number, c_slot)
-
-    def _selecting(self) -> "Selecting":
-        return Selecting(self.problem, self.grid, self.slots, self.tiles, self.device)
-
-    def _on_device(self, operand: str, index: int) -> Slot:
-        return slot_of(Tier.DEVICE, operand, index, self.device)
+                yield from self._drain(place, rows, number)
 
     def loads(self) -> Loads:
         """Count the bytes of panels of A and B that the run loads, without creating the operations."""
@@ -213,171 +256,157 @@ class Schedule:
     def _placing(self) -> Placing:
         return Placing(self.tiles, self.grid.steps, self.slots, self.last, ends=self.ends)
 
-    def _strips(self, tile: Tile) -> Iterator[Range]:
-        m0, m1 = self.grid.rows(tile[0])
-        for start in range(m0, m1, self.slots.strip):
-            yield start, min(start + self.slots.strip, m1)
+    def operation(
+        self,
+        kind: Kind,
+        operand: str,
+        place: Place,
+        step: int,
+        reads: tuple[Region, ...],
+        writes: tuple[Region, ...],
+        m: Range = NOTHING,
+        n: Range = NOTHING,
+        k: Range = NOTHING,
+        size: int = 0,
+        flops: int = 0,
+        *,
+        first: bool = False,
+        turned: bool = False,
+        peer: bool = False,
+        parts: int = 0,
+    ) -> Operation:
+        """Return an operation of a tile, with what follows from its kind and its ranges."""
+        panel = self.lowered.panels.get(operand)
+        coded = panel is not None and panel.coded and kind in STORE_KINDS
+        lane, stream = lane_and_stream(kind, operand, coded, turned, peer)
+        block = (m, k) if operand == "A" else (k if operand == "B" else m, n)
+        stored = block[::-1] if panel is not None and panel.swaps else block
+        whole = place.rows, place.cols
+        given = kind, operand, place.tile, step, reads, writes, m, n, k, size, flops
+        return Operation(*given, first, coded, self.device, turned, peer, lane, stream, stored, whole, parts)
 
     def _load_panel(
-        self, operand: str, tile: Tile, step: int, placed: Placed, line: int | None = None
+        self, operand: str, place: Place, line: Range, step: int, placed: Placed
     ) -> Iterator[Operation]:
         """Load a panel of op(A) or op(B) unless it is cached.
 
-        `line` is the tile row of a panel of op(A), by default that of `tile`.
+        `line` are the rows of C that the panel of op(A) has, or the columns of that of op(B).
         """
-        k = self.grid.depth(step)
+        k, panel = self._ranges[2][step], self.lowered.panels[operand]
         if not placed.upload or k[0] == k[1]:
             return
-        nothing = (0, 0)
-        m = self.grid.rows(tile[0] if line is None else line) if operand == "A" else nothing
-        n = self.grid.cols(tile[1]) if operand == "B" else nothing
-        elements = length(k) * length(m if operand == "A" else n)
-        size = elements * self.problem.itemsizes[operand]
-        coded = operand in self.coded
-        device = Region(self._on_device(operand, placed.device_slot), 0, elements)
+        elements = (k[1] - k[0]) * (line[1] - line[0])
+        at = (*((line, NOTHING) if operand == "A" else (NOTHING, line)), k, elements * panel.itemsize)
+        device = Region(slot_of(Tier.DEVICE, operand, placed.device_slot, self.device), 0, elements)
         if self.slots.unified:
-            yield Operation(
-                Kind.READ, operand, tile, step, (), (device,), m, n, k, size, coded=coded, device=self.device
-            )
+            yield self.operation(Kind.READ, operand, place, step, (), (device,), *at)
             return
-        if self.slots.streams(operand):
+        if panel.streams:
             source: tuple[Region, ...] = ()
             if placed.peer is not None:
                 peer, index = placed.peer
                 source = (Region(slot_of(Tier.DEVICE, operand, index, peer), 0, elements),)
-            yield Operation(
-                *(Kind.UPLOAD, operand, tile, step, source, (device,), m, n, k, size),
-                device=self.device,
-                peer=bool(source),
-            )
+            yield self.operation(Kind.UPLOAD, operand, place, step, source, (device,), *at, peer=bool(source))
             return
         host = Region(slot_of(Tier.HOST, operand, placed.host_slot), 0, elements)
         if placed.read:
-            yield Operation(
-                Kind.READ, operand, tile, step, (), (host,), m, n, k, size, coded=coded, device=self.device
-            )
-        yield Operation(
-            Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size, device=self.device
-        )
+            yield self.operation(Kind.READ, operand, place, step, (), (host,), *at)
+        yield self.operation(Kind.UPLOAD, operand, place, step, (host,), (device,), *at)
 
-    def _inputs(
-        self, tile: Tile, step: int, a: Placed, b: Placed, planes: Mapping[int, Region]
-    ) -> tuple[Region, ...]:
-        """Return the regions that a Multiply reads: the step's panels and what a Prepare made of them."""
-        m, n, k = (
-            length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step))
-        )
-        if k == 0:
+    def _inputs(self, place: Place, k: Range, a: Placed, b: Placed) -> tuple[Region, ...]:
+        """Return the regions of a step's panels."""
+        (top, bottom), (left, right), depth = place.rows, place.cols, k[1] - k[0]
+        if depth == 0:
             return ()
-        panels = (
-            Region(self._on_device("A", a.device_slot), 0, m * k),
-            Region(self._on_device(self.problem.operands[-1], b.device_slot), 0, k * n),
+        return (
+            Region(slot_of(Tier.DEVICE, "A", a.device_slot, self.device), 0, (bottom - top) * depth),
+            Region(
+                slot_of(Tier.DEVICE, self.lowered.right, b.device_slot, self.device),
+                *(0, (right - left) * depth),
+            ),
         )
-        return (*panels, planes[step]) if step in planes else panels
 
-    def _prepare(self, tile: Tile, step: int, a: Placed, b: Placed, planes: Region) -> Operation:
-        m, n, k = self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)
+    def _prepare(self, place: Place, step: int, reads: tuple[Region, ...], planes: Region) -> Operation:
+        m, n, k = place.rows, place.cols, self._ranges[2][step]
         size = self.problem.prepared_bytes(length(m), length(n), length(k))
-        reads = self._inputs(tile, step, a, b, {})
-        return Operation(Kind.PREPARE, "P", tile, step, reads, (planes,), m, n, k, size, device=self.device)
+        return self.operation(Kind.PREPARE, "P", place, step, reads, (planes,), m, n, k, size)
 
     def _multiply(
-        self, tile: Tile, rows: Range, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
+        self, place: Place, rows: Range, step: int, inputs: tuple[Region, ...], *, first: bool
     ) -> Operation:
-        n, k = self.grid.span(tile, rows), self.grid.depth(step)
-        c = self._in_tile(c_slot, tile, rows)
-        keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
-        sums = self._sums(c_slot, tile, rows)
-        if self.problem.b.changed_columns and inputs:
+        lowered, n, k = self.lowered, self._span(place, rows), self._ranges[2][step]
+        c, sums = self._in_tile(place, rows), self._sums(place, rows)
+        keeps_old = not first or lowered.loads_old
+        if lowered.changes_b and inputs:
             sums = inputs[1], *sums  # the panel of op(B) is changed in its slot
-        return Operation(
-            *(Kind.MULTIPLY, "C", tile, step),
-            *((*inputs, c) if keeps_old else inputs, (c, *sums)),
-            *(rows, n, k),
-            flops=self.problem.step_flops(length(rows), length(n), length(k)),
-            first=first,
-            device=self.device,
+        flops = lowered.flops((rows[1] - rows[0]) * (n[1] - n[0]) * (k[1] - k[0]))
+        reads = (*inputs, c) if keeps_old else inputs
+        return self.operation(
+            *(Kind.MULTIPLY, "C", place, step, reads, (c, *sums), rows, n, k), flops=flops, first=first
         )
 
     def _load_c(
-        self, tile: Tile, rows: Range, number: int, slot: Slot, *, whole_tile: bool
+        self, place: Place, rows: Range, number: int, slot: Slot, *, whole_tile: bool
     ) -> Iterator[Operation]:
         """Load the old elements of a strip (some rows of a tile) of C, to which beta applies.
 
         They go into the accumulator of the tile if `whole_tile`, otherwise into a buffer for one strip.
         """
-        n, size, host = self._strip_parts(tile, rows, number)
-        target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
-        targets = (target, *self._sums(slot, tile, rows)) if whole_tile else (target,)
-        coded = "C" in self.coded
+        n, size, host = self._strip_parts(place, rows, number)
+        target = self._in_tile(place, rows) if whole_tile else Region(slot, 0, host.stop)
+        targets = (target, *self._sums(place, rows)) if whole_tile else (target,)
+        at = rows, n, NOTHING, size
         if self.slots.unified:
-            yield Operation(
-                Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size, coded=coded, device=self.device
-            )
+            yield self.operation(Kind.READ, "C", place, 0, (), (target,), *at)
             return
         sources: tuple[Region, ...] = ()
-        if not self.slots.streams("C"):
+        if not self.lowered.panels["C"].streams:
             sources = (host,)
-            yield Operation(
-                Kind.READ, "C", tile, 0, (), sources, rows, n, bytes=size, coded=coded, device=self.device
-            )
-        yield Operation(Kind.UPLOAD, "C", tile, 0, sources, targets, rows, n, bytes=size, device=self.device)
+            yield self.operation(Kind.READ, "C", place, 0, (), sources, *at)
+        yield self.operation(Kind.UPLOAD, "C", place, 0, sources, targets, *at)
 
-    def _drain(self, tile: Tile, rows: Range, number: int, c_slot: Slot) -> Iterator[Operation]:
+    def _drain(self, place: Place, rows: Range, number: int) -> Iterator[Operation]:
         """Finish rows of the accumulator (apply alpha and beta), download them and write them to storage."""
-        n, size, host = self._strip_parts(tile, rows, number)
-        source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
-        last = self.grid.steps - 1
-        if self.problem.finishes:
-            finished = Region(self._on_device("D", number % self.slots.finish), 0, host.stop)
-            if self.problem.reads_c:
-                yield from self._load_c(tile, rows, number, finished.slot, whole_tile=False)
-            inputs = (source, finished, *sums) if self.problem.reads_c else (source, *sums)
-            yield Operation(Kind.FINISH, "D", tile, last, inputs, (finished,), rows, n, device=self.device)
+        lowered, last = self.lowered, len(self._ranges[2]) - 1
+        n, size, host = self._strip_parts(place, rows, number)
+        source, sums = self._in_tile(place, rows), self._sums(place, rows)
+        if lowered.finishes:
+            slot = slot_of(Tier.DEVICE, "D", number % self.slots.finish, self.device)
+            finished = Region(slot, 0, host.stop)
+            if lowered.finish_reads:
+                yield from self._load_c(place, rows, number, slot, whole_tile=False)
+            inputs = (source, finished, *sums) if lowered.finish_reads else (source, *sums)
+            yield self.operation(Kind.FINISH, "D", place, last, inputs, (finished,), rows, n)
             source, sums = finished, ()
-        coded = "C" in self.coded
-        written = size + self.problem.itemsizes["C"] * length(rows) * length(self.grid.mirrored(tile, rows))
+        mirrored = self.grid.mirrored(place.tile, rows) if self.grid.cover.halves else NOTHING
+        written = size + lowered.panels["C"].itemsize * (rows[1] - rows[0]) * (mirrored[1] - mirrored[0])
+        at, down = (rows, n, NOTHING), (Kind.DOWNLOAD, "C", place, last, (source,))
         if self.slots.unified:
-            yield Operation(
-                *(Kind.WRITE, "C", tile, last, (source,), (), rows, n),
-                bytes=written,
-                coded=coded,
-                device=self.device,
+            yield self.operation(
+                *(Kind.WRITE, "C", place, last, (source,), (), *at, written), parts=place.parts
             )
-            return
-        if self.slots.streams("C"):
-            yield Operation(
-                Kind.DOWNLOAD, "C", tile, last, (source,), sums, rows, n, bytes=size, device=self.device
+        elif lowered.panels["C"].streams:
+            yield self.operation(*down, sums, *at, size)
+            if mirrored[0] < mirrored[1]:
+                yield self.operation(*down, (), mirrored, rows, NOTHING, written - size, turned=True)
+        else:
+            yield self.operation(*down, (host, *sums), *at, size)
+            yield self.operation(
+                *(Kind.WRITE, "C", place, last, (host,), (), *at, written), parts=place.parts
             )
-            cols = self.grid.mirrored(tile, rows)
-            if length(cols):
-                at, size = (cols, rows), written - size
-                yield Operation(
-                    *(Kind.DOWNLOAD, "C", tile, last, (source,), (), *at),
-                    bytes=size,
-                    device=self.device,
-                    turned=True,
-                )
-            return
-        yield Operation(
-            Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size, device=self.device
-        )
-        yield Operation(
-            Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=written, coded=coded, device=self.device
-        )
 
-    def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
+    def _strip_parts(self, place: Place, rows: Range, number: int) -> tuple[Range, int, Region]:
         """Return (range of columns, size in bytes, region of a host slot) of a strip of C.
 
         The strip consists of the given `rows` of a tile. `number` is its number in the run. Strips use the
         host slots in turn.
         """
-        n = self.grid.span(tile, rows)
-        elements = length(rows) * length(n)
+        n = self._span(place, rows)
+        elements = (rows[1] - rows[0]) * (n[1] - n[0])
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c), self.device), 0, elements)
-        return n, self.problem.sink.count(length(rows), elements) * self.problem.itemsizes["C"], host
+        return n, elements // self.lowered.one_in * self.lowered.panels["C"].itemsize, host
 
-    def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
+    def _sums(self, place: Place, rows: Range) -> tuple[Region, ...]:
         """Return the region of the checksums of `rows` of a tile, in a tuple.
 
         The tuple is empty unless the device computes checksums.
@@ -389,71 +418,72 @@ class Schedule:
         The checksums behind a panel, or behind a strip in another slot, need no region of their own. Every
         operation on them also accesses the elements of that panel or strip.
         """
-        if self.problem.checked != "device":
+        if not self.lowered.device_sums:
             return ()
-        top, strip = self.grid.rows(tile[0])[0], self.slots.strip
+        top, strip = place.rows[0], self.slots.strip
         strips = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
-        return (Region(self._on_device("S", slot.index), *strips),)
+        return (Region(slot_of(Tier.DEVICE, "S", place.slot.index, self.device), *strips),)
 
-    def _in_tile(self, slot: Slot, tile: Tile, rows: Range) -> Region:
+    def _span(self, place: Place, rows: Range) -> Range:
+        """Return the columns of C that are computed in some rows of a tile."""
+        return self.grid.span(place.tile, rows) if place.staircase else place.cols
+
+    def _in_tile(self, place: Place, rows: Range) -> Region:
         """Return the region of some rows of the tile in its accumulator."""
-        return Region(slot, self.grid.above(tile, rows[0]), self.grid.above(tile, rows[1]))
+        if place.staircase:
+            return Region(place.slot, *(self.grid.above(place.tile, row) for row in rows))
+        (top, _), width = place.rows, place.cols[1] - place.cols[0]
+        return Region(place.slot, (rows[0] - top) * width, (rows[1] - top) * width)
 
 
 class Selecting:
-    """Yields the operations at the end of tiles, which are visited in the order of `tiles`."""
+    """Yields the operations at the end of tiles, which are visited in the order of the schedule's tiles."""
 
-    def __init__(
-        self, problem: GemmProblem, grid: TileGrid, slots: Slots, tiles: Sequence[Tile], device: int
-    ) -> None:
-        self._problem, self._grid, self._slots, self._device = problem, grid, slots, device
-        self._uses = NextUse(tiles, grid.steps, (0,))
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._grid, tiles = schedule, schedule.grid, schedule.tiles
+        self._halves, self._per_row = schedule.problem.cover.halves, schedule.lowered.per_row
+        self._uses = NextUse(tiles, self._grid.steps, (0,))
         self._begun: set[int] = set()  # tile rows of which a tile has been finished
         # The position of the last tile with elements of a tile row of a Gram matrix, which may be mirrored.
         self._last: dict[int, int] = {}
-        if problem.cover.halves:
+        if self._halves:
             self._last = {line: position for position, tile in enumerate(tiles) for line in tile}
 
-    def operations(
-        self, position: int, tile: Tile, strips: Sequence[tuple[Range, Region]]
-    ) -> Iterator[Operation]:
-        """Yield the operations of the tile at `position`.
-
-        `strips` are all strips of the tile: their rows and their elements in the accumulator.
-        """
-        first = tile[0] not in self._begun and not self._problem.cover.halves
+    def operations(self, position: int, place: Place, strips: Sequence[Range]) -> Iterator[Operation]:
+        """Yield the operations of the tile at `position`. `strips` are the rows of all of its strips."""
+        tile = place.tile
+        first = tile[0] not in self._begun and not self._halves
         self._begun.add(tile[0])
-        for rows, elements in strips:
-            yield self._finish(tile, rows, elements, first=first)
-        if self._problem.cover.halves:
+        for rows in strips:
+            yield self._finish(place, rows, first=first)
+        if self._halves:
             for line in dict.fromkeys(tile):
                 if self._last[line] == position:
-                    yield self._leave((line, line), self._grid.rows(line))
+                    whole = place._replace(tile=(line, line), parts=1)
+                    yield self._leave(whole, self._grid.rows(line))
         elif self._uses.tile(tile[0], position) is None:
-            for rows, _ in strips:
-                yield self._leave(tile, rows)
+            for rows in strips:
+                yield self._leave(place, rows)
 
-    def _finish(self, tile: Tile, rows: Range, elements: Region, *, first: bool) -> Operation:
+    def _finish(self, place: Place, rows: Range, *, first: bool) -> Operation:
         """Return the operation that updates what is kept of the rows of a strip, and of its columns."""
-        cols, step = self._grid.span(tile, rows), self._grid.steps - 1
-        lines = [rows, mirrored_columns(rows, cols)] if self._problem.cover.halves else [rows]
+        cols, step = self._grid.span(place.tile, rows), self._grid.steps - 1
+        elements = self._schedule._in_tile(place, rows)
+        lines = [rows, mirrored_columns(rows, cols)] if self._halves else [rows]
         kept = tuple(self._kept(each) for each in lines if length(each))
         reads = (elements,) if first else (elements, *kept)
-        return Operation(
-            Kind.FINISH, "D", tile, step, reads, kept, rows, cols, first=first, device=self._device
-        )
+        return self._schedule.operation(Kind.FINISH, "D", place, step, reads, kept, rows, cols, first=first)
 
-    def _leave(self, tile: Tile, rows: Range) -> Operation:
+    def _leave(self, place: Place, rows: Range) -> Operation:
         """Return the operation that copies what is kept of some rows of C from the device."""
-        kind = Kind.WRITE if self._slots.unified else Kind.DOWNLOAD
-        selected: Range = (0, self._problem.sink.per_row)
-        size = length(rows) * self._problem.sink.per_row * self._problem.itemsizes["C"]
-        where = kind, "C", tile, self._grid.steps - 1, (self._kept(rows),), ()
-        return Operation(*where, rows, selected, bytes=size, device=self._device)
+        kind = Kind.WRITE if self._schedule.slots.unified else Kind.DOWNLOAD
+        size = length(rows) * self._per_row * self._schedule.lowered.panels["C"].itemsize
+        given = kind, "C", place, self._grid.steps - 1, (self._kept(rows),), ()
+        return self._schedule.operation(*given, rows, (0, self._per_row), NOTHING, size, parts=place.parts)
 
     def _kept(self, rows: Range) -> Region:
-        count = self._problem.sink.per_row
-        return Region(slot_of(Tier.DEVICE, "D", 0, self._device), rows[0] * count, rows[1] * count)
+        slot = slot_of(Tier.DEVICE, "D", 0, self._schedule.device)
+        return Region(slot, rows[0] * self._per_row, rows[1] * self._per_row)
 
 
 def mirrored_columns(rows: Range, cols: Range) -> Range:

@@ -190,26 +190,20 @@ def _even_stride(steps: int) -> int:
     return next(stride for stride in range(round(0.618 * steps), 2 * steps + 2) if gcd(stride, steps) == 1)
 
 
-def step_groups(
-    order: Sequence[int], slots: Slots, *, first: bool, last: bool
-) -> Iterator[tuple[bool, Sequence[int]]]:
+def step_groups(order: Sequence[int], head: int, tail: int) -> Iterator[tuple[bool, Sequence[int]]]:
     """Divide the steps of a tile into groups; yield (whether the group runs strip by strip, its steps).
 
     Strip by strip means that all steps of the group are applied to some rows of the tile, then to the next
-    rows. All panels of a group are loaded before it runs.
-
-    `first` and `last` tell that the tile is the first or last of the product. The first tile does not start
-    with steps that run strip by strip, because no earlier tile has strips to download. The last tile ends
-    with `Slots.last_steps` of these steps, other tiles with `Slots.turn_steps`.
+    rows. All panels of a group are loaded before it runs. The first `head` steps of a tile form such a group,
+    and the last `tail` steps, as far as there are so many.
     """
-    tail = min(slots.last_steps if last else slots.turn_steps, len(order))
-    stop = len(order) - tail
-    head = 0 if first else min(slots.turn_steps, stop)
+    stop = len(order) - min(tail, len(order))
+    head = min(head, stop)
     if head:
         yield True, order[:head]
     for step in order[head:stop]:
         yield False, (step,)
-    if tail:
+    if tail and order:
         yield True, order[stop:]
 
 
@@ -422,7 +416,7 @@ class Placing:
         self._tiles = tiles
         self._ends: Collection[Tile] = ends or ([last] if last is not None else list(tiles[-1:]))
         self._steps = steps
-        self._slots = slots
+        self._turn_steps, self._last_steps = slots.turn_steps, slots.last_steps
         self._work, self._max_work = 0, inf
         if panels is None:
             a, b = (None, None) if slots.unified else (slots.host_a or None, slots.host_b or None)
@@ -431,6 +425,7 @@ class Placing:
             else:
                 panels = (Panels(tiles, steps, (0, 1), slots.a, a),) * 2
         self._a, self._b = panels
+        self._shares = self._a is self._b  # one pool has the panels of both operands
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
         """Place the panels of the tile at `position`. Yield its steps in the groups of `step_groups`.
@@ -447,11 +442,6 @@ class Placing:
         a = self._a.place(position, row, step)
         same = row == col and self._shares
         return a, a if same else self._b.place(position, col, step)
-
-    @property
-    def _shares(self) -> bool:
-        """Whether one pool has the panels of both operands."""
-        return self._a is self._b
 
     def advance(self) -> None:
         """End a group of steps whose panels are loaded together."""
@@ -585,6 +575,13 @@ class Placing:
             raise _TooMuchWork
 
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
+        """Divide the steps of the tile at `position` into groups.
+
+        The first tile of the product does not start with steps that run strip by strip, because no earlier
+        tile has strips to download. The last tile ends with `Slots.last_steps` of these steps, other tiles
+        with `Slots.turn_steps`.
+        """
         tile = self._tiles[position]
-        order = step_order(tile, self._steps)
-        return step_groups(order, self._slots, first=tile == (0, 0), last=tile in self._ends)
+        head = 0 if tile == (0, 0) else self._turn_steps
+        tail = self._last_steps if tile in self._ends else self._turn_steps
+        return step_groups(step_order(tile, self._steps), head, tail)
