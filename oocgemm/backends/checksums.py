@@ -39,10 +39,7 @@ _SIGNS_OF_BYTE = 1.0 - 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, Non
 
 
 def random_words(stream: int, count: int, first: int = 0) -> NDArray[np.uint64]:
-    """Return `count` words (uint64) of a random stream, from index `first` on.
-
-    There are 2^16 streams of 2^48 words each.
-    """
+    """Return words (uint64) of one of 2^16 random streams, of 2^48 words each, from index `first` on."""
     index = np.arange(first, first + count, dtype=np.uint64)
     z = (index + np.uint64((stream << 48) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -51,7 +48,7 @@ def random_words(stream: int, count: int, first: int = 0) -> NDArray[np.uint64]:
 
 
 def sign_stream(seed: int, axis: int) -> int:
-    """Return the id of the random stream from which the signs of rows (axis 0) or columns (axis 1) come."""
+    """Return the random stream of the signs of rows (axis 0) or columns (axis 1)."""
     return _SIGNS + 2 * seed + axis
 
 
@@ -71,10 +68,7 @@ class SignVectors:
         self._key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
 
     def part(self, start: int, stop: int) -> NDArray[Any]:
-        """Return elements `start` to `stop` of all vectors, each 1.0 or -1.0.
-
-        The array is float64 and has the shape (stop - start, VECTORS).
-        """
+        """Return elements `start` to `stop` of all vectors: 1.0 or -1.0, of shape (stop - start, VECTORS)."""
         counter = start // _BYTES_PER_COUNT
         skipped = start - counter * _BYTES_PER_COUNT
         count = -(-(stop - counter * _BYTES_PER_COUNT) // 8)
@@ -87,10 +81,7 @@ _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 
 
 class CutFields(ctypes.Structure):
-    """The C struct `cut` of check_sums.cu: how the rows or columns of a matrix are divided into blocks.
-
-    One checksum covers one block. `oocgemm.planning.check_blocks.Blocking` describes the fields.
-    """
+    """The C struct `cut` of check_sums.cu: the division of rows or columns into blocks (`Blocking`)."""
 
     _fields_ = (*((field.name, _LONG) for field in fields(Blocking)[:3]), ("per", _INT))
 
@@ -123,10 +114,7 @@ class Multiplied(ctypes.Structure):
 
 
 class ChecksumDevice(Protocol):
-    """Launches kernels of check_sums.cu and copies device memory, both on the current stream.
-
-    Device addresses are integers.
-    """
+    """Launches kernels of check_sums.cu and copies device memory, both on the current stream."""
 
     def load(self, entry: str, macros: tuple[str, ...]) -> None:
         """Compile and load a kernel now, so that its first launch does not have to."""
@@ -144,12 +132,10 @@ class ChecksumDevice(Protocol):
 
 
 def check_options(dtype: str, accumulator: str, axis: int) -> tuple[str, ...]:
-    """Return the compiler options of check_sums.cu.
+    """Return the compiler options of check_sums.cu for a panel or strip of `dtype`.
 
-    Args:
-        dtype: of the panel or strip that is summed.
-        accumulator: the dtype in which the device multiplies. If it is complex, so are the checksums.
-        axis: 0 if rows of the stored panel are added up, each with a random sign; 1 if columns are.
+    If the accumulator is complex, so are the checksums. `axis` is 0 if rows of the stored panel are added up,
+    each with a random sign; 1 if columns are.
     """
     wide = "complex_t<double>" if DTYPES[accumulator].is_complex else "double"
     return f"-DOOC_STORED={C_TYPES[dtype]}", f"-DOOC_AXIS={axis}", f"-DOOC_WIDE={wide}"
@@ -159,13 +145,7 @@ class DeviceChecksums:
     """Computes the checksums of one run on a device. Implements `oocgemm.backends.base.Checksums`."""
 
     def __init__(self, plan: Plan, address: Callable[[Region], int], device: ChecksumDevice) -> None:
-        """Load the kernels.
-
-        Args:
-            plan: the plan of the run.
-            address: returns the device address of a region of a device slot.
-            device: launches the kernels.
-        """
+        """Load the kernels. `address` returns the device address of a region."""
         self._problem = problem = plan.problem
         self._rows = plan.grid.rows
         self._strip = plan.slots.strip
@@ -183,7 +163,6 @@ class DeviceChecksums:
         device.load("check_strip", self._options(problem.c_dtype))
 
     def begin(self, seed: int) -> None:
-        """Set the seed of the random signs that the checksums of later operations use."""
         self._seed = seed
 
     def after_upload(self, op: Operation) -> None:
@@ -230,10 +209,7 @@ class DeviceChecksums:
         )
 
     def with_finish(self, op: Operation) -> None:
-        """Copy a strip's expected checksums to the slot to which a Finish writes the strip.
-
-        The Download copies the strip from that slot, and expects the checksums behind the strip.
-        """
+        """Copy a strip's expected checksums to the slot to which a Finish writes the strip."""
         made = self.room.made
         source = self._at(op.reads[0].slot, op.tile, op.m)
         self._device.copy(
@@ -241,21 +217,15 @@ class DeviceChecksums:
         )
 
     def before_download(self, op: Operation) -> None:
-        """Launch the kernel that computes the checksums of a strip of C, before the strip's Download.
-
-        The host compares them with the expected ones, which `with_multiply` computed from the panels.
-        """
+        """Launch the kernel that computes the checksums of a strip of C, for the host to compare."""
         self._sum_strip(op, op.reads[0], self.room.found)
 
     def device_address(self, op: Operation) -> int:
-        """Return the device address of the checksums of the strip that a Download copies.
-
-        The Download copies the checksums too.
-        """
+        """Return the device address of the checksums of the strip that a Download copies, with the strip."""
         return self._at(op.reads[0].slot, op.tile, op.m)
 
     def host_address(self, host: int) -> int:
-        """Return the host address of a strip's checksums, behind the strip. `host` is the strip's address."""
+        """Return the address of checksums behind a strip in a host slot."""
         return host + self._data_bytes["host", "C"]
 
     def _behind(self, slot: Slot) -> int:
@@ -263,10 +233,7 @@ class DeviceChecksums:
         return self._address(Region(slot, 0, 0)) + self._data_bytes["device", slot.operand]
 
     def _at(self, slot: Slot, tile: Tile, rows: Range) -> int:
-        """Return the device address of the checksums of the strip that starts at row `rows[0]` of C.
-
-        The slot of a tile contains the checksums of all its strips, one after the other.
-        """
+        """Return the device address of the checksums of a strip. Those of a tile's strips are in one slot."""
         number = (rows[0] - self._rows(tile[0])[0]) // self._strip if slot.operand == "C" else 0
         return self._behind(slot) + number * self.room.end
 
@@ -276,8 +243,7 @@ class DeviceChecksums:
     def _axis(self, operand: str) -> int:
         """Return whether the checksums of a stored panel add up its rows (0) or its columns (1).
 
-        Rows of op(A) and columns of op(B) are added up. If op() transposes, these are columns of the stored
-        A and rows of the stored B.
+        Rows of op(A) and columns of op(B) are added up.
         """
         trans = self._problem.trans_a if operand == "A" else self._problem.trans_b
         return int((operand == "A") == trans.swaps)
@@ -319,7 +285,7 @@ class DeviceStripSums:
     """Takes the sums of strips of the accumulator on a device. Implements `SumsOfStrips`.
 
     The kernel writes them to pinned host memory, so that the host can compare them as soon as the Finish has
-    ended. There they need as much memory as blocks, of 128 x 128 elements, have 16 bytes.
+    ended: 16 bytes per block of 128 x 128 elements.
     """
 
     def __init__(
@@ -329,14 +295,7 @@ class DeviceStripSums:
         device: ChecksumDevice,
         allocate: Callable[[int], Any],
     ) -> None:
-        """Load the kernel.
-
-        Args:
-            plan: the plan of the run.
-            address: returns the device address of a region of a device slot.
-            device: launches the kernel.
-            allocate: returns pinned memory of a size in bytes.
-        """
+        """Load the kernel. `address` returns the device address of a region, `allocate` pinned memory."""
         self._problem, self._strip = plan.problem, plan.slots.strip
         self._address, self._device, self._allocate = address, device, allocate
         self._options = check_options(self._problem.acc_dtype, self._problem.acc_dtype, 0)

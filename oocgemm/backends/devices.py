@@ -29,10 +29,7 @@ from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region
 
 
 class Devices:
-    """Several devices of one kind. Implements `Backend`.
-
-    `numbers` are the numbers of the devices, and `each` has the opened backend of each.
-    """
+    """Several devices of one kind, by their numbers. Implements `Backend`."""
 
     def __init__(self, numbers: Sequence[int], each: Sequence[Backend]) -> None:
         self.numbers, self.each = tuple(numbers), tuple(each)
@@ -90,11 +87,7 @@ class Devices:
         return self._first.moments(given, axis, host, device)
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> "DevicesSession":
-        """Open a session on every device.
-
-        Raises:
-            OutOfMemoryError: a device has too little free memory. The message names it.
-        """
+        """Open a session on every device. An `OutOfMemoryError` names the device."""
         opened: list[Session] = []
         try:
             for number, engine in zip(self.numbers, self.each, strict=True):

@@ -35,7 +35,7 @@ MAX_PCI_LANES = 32
 def missing_for_cuda() -> str | None:
     """Return why the cuda backend cannot work here, with the remedy; None if no reason is known.
 
-    The check is fast: it neither imports cupy nor opens a device. So it does not notice a broken cupy.
+    It neither imports cupy nor opens a device. So it is fast, and does not notice a broken cupy.
     """
     if not _any_exists(DEVICE_NODES):
         if not _any_exists(DRIVER_FILES):
@@ -78,12 +78,8 @@ def pci_limit(address: str, devices: Path = PCI_DEVICES) -> float | None:
     This is an upper bound: the maximum transfer rate per PCIe lane, times the maximum number of lanes. The
     link's current speed is not used, because an idle link slows down.
 
-    Args:
-        address: PCI address of the device: domain, bus, device and function, such as 0000:1B:00.0.
-        devices: the folder in which the system describes PCI devices.
-
-    Returns:
-        The rate; None if the system does not report the link, as in some virtual machines.
+    `address` is such as 0000:1B:00.0. None if the system does not report the link, as in some virtual
+    machines.
     """
     folder = devices / address.lower()
     try:
@@ -97,10 +93,7 @@ def pci_limit(address: str, devices: Path = PCI_DEVICES) -> float | None:
 
 
 def resolve(name: str) -> str:
-    """Return `cuda` or `host` for a backend name. `auto` is `cuda` if a device and cupy are found.
-
-    The search opens no device.
-    """
+    """Return `cuda` or `host` for a name. `auto` is `cuda` if a device and cupy seem to be there."""
     if name not in NAMES:
         raise BackendError(f"unknown backend {name!r}: choose one of {', '.join(NAMES)}")
     if name == "auto":
@@ -118,7 +111,7 @@ def check_kernel(backend: str, kernel: str) -> None:
 def load(name: str, device: int = 0) -> None:
     """Import the modules of a backend and create its device context, so that a run does not have to.
 
-    Errors are ignored here. `open_backend` fails in the same way later, and raises them.
+    Errors are ignored: `open_backend` raises them later.
     """
     if resolve(name) == "cuda" and not missing_for_cuda() and (wake(device) or _CUDA not in sys.modules):
         # If cupy cannot be imported, `open_backend` raises an error or falls back to the host.
@@ -171,10 +164,7 @@ def _open_cuda(device: int) -> Backend:
 
 
 def identity(backend: Backend) -> str:
-    """Return the key under which measured rates of a backend are stored.
-
-    It is the name of the device, and for the host also that of the BLAS.
-    """
+    """Return the key of measured rates: the name of the device, and for the host also that of the BLAS."""
     described = backend.describe()
     return ", ".join(described[part] for part in ("device", "blas") if part in described)
 

@@ -47,11 +47,7 @@ _HOST = 1
 
 
 class _Launched(threading.local):
-    """Each thread's record of the host time at which a kernel launch returned.
-
-    `record_around` sets `at` to 0. The first `launch` after that sets `at` to the host time at which it
-    returned, in nanoseconds.
-    """
+    """Each thread's host time, in ns, at which the first `launch` since `at` was set to 0 returned."""
 
     at = 0
 
@@ -65,22 +61,18 @@ Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
 def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
-    """Record the event `start`, make the launches, and record the event `end`, all on a stream.
-
-    The thread keeps the GIL from the first call to the last, unless a launch is a Python function.
-
-    Returns:
-        The host time, in nanoseconds, at which the first kernel or copy had been launched.
-    """
+    """Record two events around launches, as `recording_around` describes."""
     return recording_around(launches, start, end, stream)()
 
 
 def recording_around(
     launches: Sequence[Launch], start: Any, end: Any, stream: Any, after: Sequence[Any] = ()
 ) -> Callable[[], int]:
-    """Return a function that does what `record_around` does, as often as it is called.
+    """Return a function that records the event `start`, makes the launches, and records the event `end`.
 
-    The stream waits for the events in `after` first.
+    The stream waits for the events in `after` first. The function returns the host time, in nanoseconds, at
+    which the first kernel or copy had been launched. Its thread keeps the GIL from the first call to the
+    last, unless a launch is a Python function.
     """
     record, wait = _cuda("cuEventRecord", _AT, _AT), _cuda("cuStreamWaitEvent", _AT, _AT, _UNSIGNED)
     (first, check_first), *others = launches
@@ -108,12 +100,10 @@ def recording_around(
 
 
 def wait(stream: Any, event: Any) -> None:
-    """Make a stream wait for an event."""
     driver.check_status(_cuda("cuStreamWaitEvent", _AT, _AT, _UNSIGNED)(stream.ptr, event.ptr, 0))
 
 
 def record(event: Any, stream: Any) -> None:
-    """Record an event on a stream."""
     driver.check_status(_cuda("cuEventRecord", _AT, _AT)(event.ptr, stream.ptr))
 
 
@@ -144,10 +134,7 @@ def writes_values(address: int, stream: Any) -> bool:
 
 
 def pinned_bytes(address: int) -> int:
-    """Return the number of bytes from an address to the end of the pinned range that contains it.
-
-    Returns 0 if the address is not in pinned memory.
-    """
+    """Return the bytes from an address to the end of its pinned range; 0 if it is not in pinned memory."""
     # One call takes less time than three. For memory that CUDA does not know, it finds zeros.
     found = (_SIZE * 3)()
     at = ctypes.addressof(found)
@@ -160,8 +147,7 @@ def pinned_bytes(address: int) -> int:
 
 
 def ended(event: Any) -> bool:
-    """Return whether an event has completed, that is, whether the work before it has ended. An error on the
-    device counts as not completed."""
+    """Return whether the work before an event has ended. After an error on the device, it has not."""
     return not _cuda("cuEventQuery", _AT)(event.ptr)
 
 
@@ -175,10 +161,7 @@ def milliseconds(start: Any, end: Any) -> float:
 
 
 def copy(to: int, source: int, size: int, stream: Any) -> Launch:
-    """Return a deferred call that copies `size` bytes from the address `source` to the address `to`.
-
-    Each address is in device memory or in pinned host memory.
-    """
+    """Return a deferred copy between addresses in device memory or in pinned host memory."""
     made = partial(_cuda("cuMemcpyAsync", _AT, _AT, _SIZE, _AT), to, source, size, stream.ptr)
     return made, driver.check_status
 
@@ -195,11 +178,7 @@ class Rectangle(ctypes.Structure):
 
 
 def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: Any) -> Launch:
-    """Return a deferred call that copies `rows` rows of `width` bytes each.
-
-    `to` and `source` each consist of an address and a pitch: the bytes from the start of a row to the start
-    of the next.
-    """
+    """Return a deferred copy of rows of `width` bytes. `to` and `source` are addresses and pitches."""
     given = Rectangle(
         source_kind=_UNIFIED, source_address=source[0], source_pitch=source[1],
         to_kind=_UNIFIED, to_address=to[0], to_pitch=to[1], width=width, height=rows,
@@ -209,33 +188,28 @@ def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: in
 
 
 def fill(address: int, size: int, stream: Any, byte: int = 0) -> Launch:
-    """Return a deferred call that fills `size` bytes of device memory with `byte`, from `address` on."""
     made = partial(_cuda("cuMemsetD8Async", _AT, ctypes.c_ubyte, _SIZE, _AT), address, byte, size, stream.ptr)
     return made, driver.check_status
 
 
 def make(launch: Launch) -> None:
-    """Make a deferred call; raise an error if it fails."""
     made, check = launch
     if status := made():
         check(status)
 
 
 def in_python(made: Callable[[], None]) -> Launch:
-    """Return a deferred call of the Python function `made`, which raises an error if it fails."""
+    """Return a deferred call of a Python function, which raises an error if it fails."""
     return made, driver.check_status
 
 
 def launch(
     function: int, grid: Sequence[int], block: Sequence[int], shared: int, values: Sequence[Any]
 ) -> None:
-    """Launch a kernel on cupy's current stream.
+    """Launch a kernel, by the driver's handle of it, on cupy's current stream.
 
-    Args:
-        function: the driver's handle of the kernel.
-        grid, block: the number of thread blocks, and the number of threads in each, along x, y and z.
-        shared: bytes of dynamic shared memory.
-        values: the kernel's arguments, as ctypes values. The driver copies them before this returns.
+    `grid` and `block` are numbers along x, y and z, `shared` is bytes of dynamic shared memory, and `values`
+    are ctypes values. The driver copies them before this returns.
     """
     pointers = (_AT * len(values))(*(ctypes.addressof(value) for value in values))
     types = _AT, *[_UNSIGNED] * 7, _AT, _AT, _AT
@@ -248,10 +222,7 @@ def launch(
 
 
 def gemm_ex(handle: int, *arguments: Any, keep_gil: bool = True) -> Launch:
-    """Return a deferred call of cublasGemmEx, on the stream that is cupy's current stream now.
-
-    If `keep_gil` is false, the thread releases the GIL during the call.
-    """
+    """Return a deferred call of cublasGemmEx on cupy's current stream, with or without the GIL."""
     library = _cublas(handle, ctypes.PyDLL if keep_gil else ctypes.CDLL)
     cublas.check_status(library.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
     return partial(library.cublasGemmEx, handle, *arguments), cublas.check_status
@@ -319,13 +290,8 @@ def slot_copies(
 ) -> list[Launch]:
     """Prepare the copies of a block in a host slot: CUDA refuses copies that cross borders of pinned ranges.
 
-    Args:
-        device: address of the block in device memory.
-        host: the contiguous arrays in the slot, each of some columns of the block.
-        borders: the start of the slot's first pinned range, the borders between ranges, and the end of the
-            last one.
-        stream: the stream of the copies.
-        uploading: copy from host to device if true, from device to host if false.
+    `device` is the block's address in device memory, and `host` are the contiguous arrays in the slot, each
+    of some columns of the block. `borders` are those of the slot's pinned ranges, with the start and the end.
     """
     launches: list[Launch] = []
     if len(host) == 1:
@@ -397,11 +363,7 @@ _still_pinned: list[Array] = []
 
 
 def pin(device: Any, address: int, size: int, flags: int = 0) -> None:
-    """Pin memory for copies from and to a device.
-
-    Raises:
-        BackendError: the system refuses.
-    """
+    """Pin memory for copies from and to a device. Raises `BackendError` if the system refuses."""
     try:
         with device:
             runtime.hostRegister(address, size, flags)

@@ -41,10 +41,7 @@ _pointer = ctypes.c_void_p
 
 
 class Emulated:
-    """Splits panels of one dtype into residues, and multiplies them. `handle` is a cuBLAS handle.
-
-    A panel is the block of op(A) or op(B) that one step multiplies.
-    """
+    """Splits panels of one dtype into residues, and multiplies them. `handle` is a cuBLAS handle."""
 
     def __init__(self, kernels: Kernels, handle: int, dtype: str) -> None:
         self._kernels = kernels
@@ -62,20 +59,11 @@ class Emulated:
         slot: int,
         offsets: Offsets,
     ) -> int:
-        """Split a panel of op(A) and a panel of op(B) into the residues of their elements.
+        """Split the panels of a step, stored at `a` and `b`, into residues. Return the number of moduli.
 
-        Tries increasing numbers of moduli until the product is as accurate as one that is computed in the
-        panels' dtype. For each number, the calling thread waits until the device has measured the accuracy.
-
-        Args:
-            a, b: device addresses of the panels as stored.
-            shape: (m, n, k); op(A) is m x k, op(B) is k x n.
-            trans_a, trans_b: op() of the panels.
-            slot: device address of the buffer for the residues.
-            offsets: offsets of the parts of that buffer, in bytes.
-
-        Returns:
-            The number of moduli; 0 if no number makes the product accurate enough.
+        `shape` is (m, n, k): op(A) is m x k, op(B) is k x n. The number is the least with which the product
+        is as accurate as one that is computed in the panels' dtype; 0 if there is none. For each number that
+        it tries, the calling thread waits until the device has measured the accuracy.
         """
         m, n, k = shape
         ld, facts = round_up(k, 16), slot + offsets.facts
@@ -126,18 +114,9 @@ class Emulated:
     ) -> None:
         """Compute C = alpha op(A) @ op(B) + beta C for a block of C, from residues that `prepare` computed.
 
-        Args:
-            slot: device address of the buffer with the residues.
-            offsets: offsets of the parts of that buffer, in bytes.
-            work: device address of a workspace of min(4096, rows[1] - rows[0]) * round_up(n, 16) *
-                (number + 4) bytes.
-            rows: the first row to compute, and the row after the last one.
-            shape: (m, n, k) of the panels.
-            number: the number of moduli that `prepare` returned; not 0.
-            alpha, beta: scalars. beta = 0 never reads C.
-            c: device address of the first element of this block of C.
-            ldc: leading dimension of C, in elements.
-            cols: the first column to compute, and the column after the last one; None for all.
+        `rows` and `cols` are the ranges of the block in an m x n C, of `shape` (m, n, k); `c` is the address
+        of its first element, and `ldc` the leading dimension in elements. beta = 0 never reads C. The
+        workspace `work` has `oocgemm.planning.emulation.work_bytes`.
         """
         m, n, k = shape
         start, stop = cols or (0, n)
@@ -175,16 +154,10 @@ class Emulated:
         block: tuple[int, int],
         number: int,
     ) -> None:
-        """Multiply residues: compute a block of C modulo each modulus. Needs compute capability 9.0.
+        """Compute `block`, rows and columns of C, modulo each modulus. Needs compute capability 9.0.
 
-        Args:
-            left: device address of the residues of the first row of op(A) to multiply.
-            right: device address of the residues of the first column of op(B) to multiply.
-            work: device address of the result.
-            shape: (m, n, ld). The panel of op(A) has m rows, that of op(B) has n columns. The residues of a
-                row or column occupy `ld` bytes per modulus.
-            block: how many rows and columns of C to compute; at most m and n.
-            number: number of moduli.
+        `left` and `right` are the addresses of the first row of op(A) and the first column of op(B). `shape`
+        is (m, n, ld): the residues of a row or column occupy `ld` bytes per modulus.
         """
         (m, n, ld), (rows, width) = shape, block
         pitch, maps = round_up(width, 16), ((left, rows, m), (right, width, n))
@@ -211,10 +184,7 @@ class Emulated:
 
 
 def _panel_facts(words: Any, depth: int) -> PanelFacts:
-    """Return the `PanelFacts` of a panel, from the measurements that the kernel ozaki_split wrote.
-
-    `words` is the struct `verdict` of kernels/emulation/ozaki_split.cu, as 32-bit words. `depth` is k.
-    """
+    """Convert the struct `verdict` of kernels/emulation/ozaki_split.cu, as 32-bit words. `depth` is k."""
     not_finite, inexact, nonzero = map(bool, words[:3])
     if not nonzero:
         return PanelFacts(not not_finite, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))

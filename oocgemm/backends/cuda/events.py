@@ -49,10 +49,7 @@ class Clock:
         self._time = (before + after) // 2
 
     def host(self, event: Any) -> int:
-        """Return the host time of a completed event, in nanoseconds of `perf_counter_ns`.
-
-        Only one thread at a time may call this.
-        """
+        """Return the host time of a completed event, in ns. Only one thread at a time may call this."""
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self.device:
                 before, after, new = self._probe()
@@ -65,10 +62,7 @@ class Clock:
         return self._time + int(cuda_calls.milliseconds(self._event, event) * 1e6)
 
     def _probe(self) -> tuple[int, int, Any]:
-        """Return (before, after, event): a completed event, and host times before and after its completion.
-
-        Five events are recorded, one after the other. The one with the smallest `after - before` is returned.
-        """
+        """Return host times before and after an event, and the event, of the shortest of five probes."""
         probes = []
         for _ in range(5):
             event = cupy.cuda.Event()
@@ -98,7 +92,7 @@ class Work:
 
     @classmethod
     def on(cls, stream: Any, launches: Sequence[cuda_calls.Launch], *, spins: bool = False) -> Self:
-        """Record an event on a stream, make the launches, and record a second event.
+        """Make launches on a stream between two events.
 
         If `spins`, a thread that waits for the second event keeps its core busy, and continues sooner.
         """

@@ -40,7 +40,6 @@ class Measurer:
     """What is measured in one run. All launches but those of `correct` are on one stream, step by step."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
-        """`address` returns the device address of a region."""
         self._problem, self._kernels, self._address = plan.problem, kernels, address
         self._by_column = not plan.problem.trans_a.swaps
         self._code = missing_code(plan.problem.a.elements)
@@ -104,10 +103,7 @@ class Measurer:
         )
 
     def check(self) -> None:
-        """Wait for all Prepares. Raise the error of `PanelNumbers.check` if the steps are not defined.
-
-        Call it after they have been submitted, and before C is written.
-        """
+        """Wait for all Prepares. Raise the error of `PanelNumbers.check` if the steps are not defined."""
         with self._checking:
             if self._checked:
                 return
@@ -140,7 +136,6 @@ class Expander:
     """The expanded panels of one run. A slot of the operand "P" contains the results for one step."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
-        """`address` returns the device address of a region."""
         problem = plan.problem
         self._problem, self._kernels, self._address = problem, kernels, address
         self._b_offset = expanded_bytes(problem, *extents(problem, plan.tile))[0]
@@ -173,18 +168,15 @@ class Expander:
         return address
 
     def panels(self, a: int, b: int, slot: int) -> tuple[int, int]:
-        """Return the addresses from which the panels of op(A) and op(B) of a step are multiplied.
+        """Return the addresses from which op(A) and op(B) are multiplied, of panels stored at `a` and `b`.
 
-        Args:
-            a, b: the addresses of the panels as they are stored.
-            slot: the address of the slot with the expanded panels.
+        `slot` is the address of the slot with the expanded panels.
         """
         # In a tile on the diagonal of a Gram matrix, one panel has both roles.
         behind = 0 if self._problem.b.shares and a == b else self._b_offset
         return slot if "A" in self._operands else a, slot + behind if "B" in self._operands else b
 
     def check(self) -> None:
-        """Raise an error if the steps are not defined for what has been measured. See `Measurer.check`."""
         if self.measurer is not None:
             self.measurer.check()
 

@@ -105,10 +105,7 @@ class Finisher:
     """
 
     def __init__(self, plan: Plan, kernels: Any, address: Callable[[Region], int], device: int) -> None:
-        """Load the kernel. This waits for an idle device, so it is done before the run.
-
-        `address` returns the device address of a region. `device` is the number of the run's device.
-        """
+        """Load the kernel. This waits for an idle device, so it is done before the run."""
         problem, slots = plan.problem, plan.slots.finish
         self._problem, self._kernels, self._address = problem, kernels, address
         self._correction: tuple[int, int] | None = None
@@ -123,7 +120,6 @@ class Finisher:
         self._kernel = kernels.plain(name, name, finish_options(problem.acc_dtype, problem.c_dtype))
 
     def finish(self, op: Operation) -> None:
-        """Launch the kernels for the strip of a Finish."""
         alpha, beta = map(complex, (self._problem.applied_alpha, self._problem.beta))
         elements = length(op.m) * length(op.n)
         grid = min(4096, ceil_div(elements, 256)), 1, 1
@@ -176,7 +172,6 @@ class Finisher:
         return partial(self._check, region.slot.index)
 
     def _check(self, slot: int) -> None:
-        """Raise `ExecutionError` if the strip in a slot has an element outside C's integer dtype."""
         if np.frombuffer(self._flags, np.int32)[slot]:
             raise too_large(self._problem.c_dtype)
 
@@ -185,10 +180,6 @@ class Scaled:
     """What the kernels have in common: an epilogue before them, and rows and columns of C that are scaled."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int], device: int) -> None:
-        """Load the kernel.
-
-        `address` returns the device address of a region. `device` is the number of the run's device.
-        """
         self._problem, self._address, self._scales = plan.problem, address, 0
         self._device = device
         self._kernel = self._load(kernels)
@@ -205,10 +196,7 @@ class Scaled:
         return strip
 
     def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
-        """Copy what rows and columns of C are multiplied by, and the numbers of the epilogue, to the device.
-
-        They are copied to `address`, one after the other.
-        """
+        """Copy what rows and columns are multiplied by, then the epilogue's numbers, to `address`."""
         if self._chain is not None:
             self._chain.use(finishing.numbers, address + scale_bytes(self._problem), stream)
         if finishing.scales is not None:
@@ -216,8 +204,7 @@ class Scaled:
             upload(address, finishing.scales.astype(dtype), stream)
             self._scales = address
 
-    def check_of(self, op: Operation) -> None:
-        """Return the check of an operation when it has ended: there is none."""
+    def check_of(self, op: Operation) -> None: ...
 
 
 class Selector(Scaled):
@@ -236,7 +223,6 @@ class Selector(Scaled):
         stream.synchronize()
 
     def finish(self, op: Operation) -> None:
-        """Launch the kernels for the strip of a Finish."""
         problem, rows, elements = self._problem, length(op.m), self._changed(op)
         sink = problem.sink
         assert isinstance(sink, Largest)
@@ -261,7 +247,6 @@ class Sifter(Scaled):
         return kernels.plain("threshold", "threshold", threshold_options(self._problem))
 
     def finish(self, op: Operation) -> None:
-        """Launch the kernel for the strip of a Finish."""
         problem, rows, to = self._problem, length(op.m), self._address(op.writes[0])
         sink, room = problem.sink, found_layout(problem, rows, length(op.n))
         assert isinstance(sink, AtLeast)
@@ -317,7 +302,6 @@ class Reducer(Scaled):
         return kernels.plain("reduce", "reduce", reduce_options(self._problem))
 
     def finish(self, op: Operation) -> None:
-        """Launch the kernel for the strip of a Finish."""
         rows = length(op.m)
         self._kernel(
             reduce_grid(rows),
@@ -334,7 +318,6 @@ class Applier(Scaled):
         return lambda *_: None
 
     def finish(self, op: Operation) -> None:
-        """Change the strip of a Finish in its accumulator."""
         self._changed(op)
 
 
@@ -362,8 +345,7 @@ class Turner:
     def __init__(self, plan: Plan, kernels: Kernels, buffers: int, streams: Mapping[str, Any]) -> None:
         """Load the kernels if the plan needs them. This waits for an idle device, so it precedes the run.
 
-        `buffers` is the device address of the buffers. There is one per pinned buffer of the ring. Diagonal
-        blocks are completed on one of `streams`, by name.
+        `buffers` is the device address of one buffer per pinned buffer of the ring.
         """
         problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
         self._size, self._upper = problem.itemsizes["C"], problem.cover.upper
@@ -380,15 +362,7 @@ class Turner:
     def download(
         self, op: Operation, copy: Copy, strip: int, block: Pageable, waits: Sequence[Any]
     ) -> Callable[[], Work]:
-        """Begin a Download with `copy`, the method of the ring, which gets the following arguments.
-
-        Args:
-            op: the Download.
-            copy: `Ring.download`.
-            strip: the device address of the strip.
-            block: where the strip is stored.
-            waits: events that the Download waits for.
-        """
+        """Begin a Download of the strip at a device address by `copy`, the method of the ring."""
         if not self._completes:
             return copy(strip, block, waits, None)
         if op.turned:
@@ -409,10 +383,7 @@ class Turner:
         return [done]
 
     def launches(self, op: Operation, strip: int) -> list[cuda_calls.Launch]:
-        """Prepare the launch that completes the diagonal block of a strip, if it has one.
-
-        It is made on the stream of Downloads. `strip` is the device address of the strip.
-        """
+        """Prepare the launch that completes the diagonal block of a strip, if it has one."""
         if op.kind is not Kind.DOWNLOAD or not self._completes or not self._grid.is_staircase(op.tile):
             return []
         return [cuda_calls.in_python(partial(self._launch, strip, length(op.m), length(op.n)))]

@@ -80,7 +80,6 @@ class Unpacker:
     """The kernels on one device, and how lanes of a shape divide their memory for them."""
 
     def __init__(self, kernels: Kernels, shape: DecodingShape) -> None:
-        """Compile and load the kernels. The device must be the current one."""
         self._shape = shape
         self._warps = _WARPS * kernels.device.processors
         self._kernels = {entry: kernels.plain(source, entry, ()) for source, entry in _KERNELS}
@@ -95,14 +94,12 @@ class Unpacker:
     ) -> tuple[int, int]:
         """Enqueue on a stream, which is the current one, to decode a batch.
 
-        Args:
-            codec: how the chunks are compressed.
-            chunks: the device address of their table, their number, and whether some have checksums.
-            chunk: bytes of a decoded chunk.
-            lane: device addresses of the lane's content, temporary memory and tables.
+        `chunks` are the device address of their table, their number, and whether some have checksums. `chunk`
+        is the bytes of a decoded chunk. `lane` has the device addresses of the lane's content, temporary
+        memory and tables.
 
-        Returns:
-            The device addresses of the content of each stream, and of the status of each chunk, four bytes.
+        Returns the device addresses of the content of each stream, and of the status of each chunk, four
+        bytes.
         """
         shape, (content, temporary, tables) = self._shape, lane
         table, count, checksums = chunks
@@ -154,13 +151,7 @@ class Decoder:
     """The lanes of one device."""
 
     def __init__(self, device: Any, shape: DecodingShape, address: int, kernels: Kernels) -> None:
-        """Pin the host memory, and start the threads.
-
-        `address` is that of `shape.device_bytes` of device memory. The device must be the current one.
-
-        Raises:
-            BackendError: the system refuses to pin memory.
-        """
+        """Pin host memory. `address` is that of `shape.device_bytes` on the device, the current one."""
         self._device, self._kernels, self._shape = device, kernels, shape
         self._unpacker = Unpacker(kernels, shape)
         size = shape.frames + shape.tables
@@ -211,10 +202,7 @@ class Decoder:
                 yield rows, cols
 
     def _decode(self, address: int, block: Compressed, waits: Sequence[Any], rows: Range, cols: Range) -> int:
-        """Decode a batch, the chunks of some rows and columns of a block. Return the bytes that were copied.
-
-        Runs in a thread of the pool.
-        """
+        """Decode a batch in a thread of the pool. Return the bytes that were copied."""
         lane = self._lanes.get()
         try:
             with self._device, lane.stream:
@@ -251,10 +239,7 @@ class Decoder:
         address: int,
         waits: Sequence[Any],
     ) -> Array:
-        """Decode chunks, which are on the device as they are stored, into the panel.
-
-        Returns for each chunk whether the host must decode it.
-        """
+        """Decode chunks that are on the device into the panel. Return which ones the host must decode."""
         chunks, count = self._fill(lane, fetched, block), len(fetched)
         table = chunks, count, any(each.checksum for each in fetched)
         room = lane.to_content, lane.to_temporary, lane.to_tables
@@ -272,10 +257,7 @@ class Decoder:
         return found
 
     def _fill(self, lane: DecodingLane, fetched: Sequence[Fetched], block: Compressed) -> int:
-        """Enqueue to copy the table of the chunks to the device. Return its address there.
-
-        The kernel `frames` completes it.
-        """
+        """Enqueue the copy of the chunks' table, which the kernel `frames` completes. Return its address."""
         chunk, itemsize, pitch = block.chunk, block.dtype.itemsize, block.shape[1]
         table = lane.tables[-8 * FIELDS * len(fetched) :].view(np.int64).reshape(-1, FIELDS)
         table[:, 4:] = [
@@ -332,10 +314,7 @@ class Packer:
     """The kernels on one device, and the memory for a batch of chunks."""
 
     def __init__(self, plan: Plan, kernels: Kernels, work: tuple[int, int]) -> None:
-        """Compile and load the kernels. The device must be the current one.
-
-        `work` are the address and the size of the memory on the device.
-        """
+        """Load the kernels. `work` are the address and the size of the memory on the device."""
         division = division_of(plan.setting, plan.tile)
         assert division is not None
         self._division, self._chunk, self._work = division, plan.chunks, work

@@ -89,12 +89,8 @@ class HostMemory:
         Memory that this run does not use would come on top of its budget. Open the decoder and the packer,
         if the plan has them, which launch `kernels`. Their memory on the device begins at `address`.
 
-        Returns:
-            Pinned, resident memory for all host slots of the plan; None if it exceeds `MAX_KEPT`, or if
-            this is not the first device.
-
-        Raises:
-            BackendError: the system refuses to pin the memory.
+        Returns pinned, resident memory for all host slots of the plan; None if it exceeds `MAX_KEPT`, or if
+        this is not the first device.
         """
         first, size = self._first, 0
         if first is self:
@@ -134,20 +130,13 @@ class HostMemory:
         return kept.arena[:size]
 
     def submitting(self) -> AbstractContextManager[object]:
-        """Return the lock that makes pinning and submitting take turns."""
         return self._first._driver
 
     def pin_slot(self, address: int, size: int) -> Sequence[int]:
-        """Pin the first `size` bytes of a host slot, except what is pinned already.
+        """Pin what is not pinned yet of a host slot. Return the borders of its pinned ranges.
 
         Call it after the slot's pages have been faulted in: pinning is then ten times as fast. Submitting a
         copy calls it again, so that the memory is pinned in any case.
-
-        Returns:
-            The addresses where the slot's pinned ranges begin, and the end of the last one.
-
-        Raises:
-            BackendError: the system refuses to pin the memory.
         """
         if self._first is not self:
             return self._first.pin_slot(address, size)
@@ -167,10 +156,7 @@ class HostMemory:
             cuda_calls.pin(self._device, address, size, PORTABLE)
 
     def close(self, *, keep: bool) -> None:
-        """Keep what `take` returned for the next run if `keep`, otherwise free it. Unpin all other slots.
-
-        No copy may be in flight.
-        """
+        """Keep the memory for the next run, or free it. Unpin all other slots. No copy may be in flight."""
         if self.decoder is not None:
             self.decoder.close()
         own, self._own = self._own, Kept()
@@ -204,10 +190,7 @@ def _more_for(kept: RingShape, plan: Plan, shape: RingShape | None) -> int | Non
 
 
 def take_ring(device: int, room: int) -> Ring | None:
-    """Return the ring of a device that is kept, or a new one of at most `room` bytes; None if it is larger.
-
-    The caller owns it. Call `keep_ring` afterwards.
-    """
+    """Return a ring, for the caller to `keep_ring` afterwards; None if it has more than `room` bytes."""
     kept = _kept.get(device)
     if kept is not None and kept.ring is not None and kept.ring.shape.bytes <= room:
         ring, kept.ring = kept.ring, None

@@ -22,7 +22,7 @@ _MAP_L2_PROMOTION = 3
 
 
 class _Nvrtc:
-    """Compiles with the NVRTC library that cupy has loaded. Implements `kernels.compile.Compiler`."""
+    """The NVRTC library that cupy has loaded. Implements `kernels.compile.Compiler`."""
 
     def version(self) -> str:
         return ".".join(map(str, nvrtc.getVersion()))
@@ -70,10 +70,9 @@ class Kernels:
         return self._functions[key]
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
-        """Compile and load a kernel that is not a GEMM kernel; return a Python function that launches it.
+        """Compile and load a kernel that is not a GEMM kernel; return a function that launches it.
 
-        The function's first argument is a `Launch`, or the grid (x, y, z) for thread blocks of 256 threads.
-        The kernel's arguments follow as ctypes values.
+        Its first argument is a `Launch`, or the grid for thread blocks of 256 threads. The kernel's follow.
         """
         key = source, entry, macros
         if key not in self._functions:
@@ -133,10 +132,7 @@ def describe_device(device: int) -> Device:
 
 @lru_cache(maxsize=256)
 def encoded(described: TensorMap) -> Any:
-    """Encode a tensor map, the description of a matrix from which TMA copies.
-
-    The result is 128 bytes, aligned to 64 bytes as the driver requires.
-    """
+    """Encode a tensor map in 128 bytes, aligned to 64 bytes as the driver requires."""
     room = ctypes.create_string_buffer(_MAP_BYTES + 64)
     aligned = -ctypes.addressof(room) % 64
     rank = len(described.extents)

@@ -82,11 +82,7 @@ class Stopwatch:
 
     @contextmanager
     def operands(self, product: Product) -> Iterator[Call]:
-        """Allocate a product's operands on the device and fill them with random numbers.
-
-        The context manager yields a `Call` with the addresses of the operands. At the end it frees their
-        memory.
-        """
+        """Yield a `Call` with random operands on the device. Their memory is freed afterwards."""
         swaps_a, swaps_b = product.op_a.swaps, product.op_b.swaps
         lda, ldb = (product.m if swaps_a else product.k), (product.k if swaps_b else product.n)
         kind, shape = (product.dtype, product.op_a, product.op_b), (product.m, product.n, product.k)
@@ -121,16 +117,11 @@ class Stopwatch:
     def compare(
         self, contenders: Sequence[tuple[Kernel | None, Params]], call: Call, seconds: float
     ) -> list[Timing]:
-        """Time several kernels in turns, each for about `seconds` and at least `_MIN_SAMPLES` times.
+        """Time kernels (None: cuBLAS) in turns, each for about `seconds`, at least `_MIN_SAMPLES` times.
 
         The order is shuffled in each round, because a GPU at its power limit runs faster after a kernel that
         drew little power. If a product takes less time than its launch on the host (some microseconds), the
         result is the time of the launch.
-
-        Args:
-            contenders: kernels and their parameters; None as a kernel stands for cuBLAS.
-            call: the product to compute.
-            seconds: the time to spend per kernel.
         """
         times = []
         for contender in contenders:
@@ -153,10 +144,7 @@ class Stopwatch:
 
 
 class _Clocks:
-    """Asks NVML for clock rates of a device's multiprocessors, in MHz.
-
-    `now` returns the current rate in a list. The list is empty if NVML is missing or reports no rate.
-    """
+    """Asks NVML for clock rates of a device's multiprocessors, in MHz."""
 
     def __init__(self, device: int) -> None:
         self._handle = ctypes.c_void_p()
@@ -184,10 +172,7 @@ class _Clocks:
 
 
 def _random(count: int, dtype: np.dtype[Any]) -> int:
-    """Allocate device memory for `count` elements and fill it with random numbers; return its address.
-
-    The numbers of an integer dtype are small: a normal distribution with a standard deviation of 20.
-    """
+    """Return the address of `count` random elements; integers have a standard deviation of 20."""
     rng = np.random.default_rng(0)
     numbers: np.ndarray[Any, Any] = rng.standard_normal(min(count, _BLOCK))
     if dtype.kind == "c":

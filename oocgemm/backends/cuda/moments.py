@@ -34,13 +34,9 @@ _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
 
 def moments(device: int, given: Swept, axis: int, host: int, budget: int) -> Array | None:
-    """Return `MOMENTS` numbers of each line along an axis; None if they take more memory than there is.
+    """Return `MOMENTS` numbers of each column (`axis` 0) or row (1) of a matrix.
 
-    Args:
-        device: number of the device.
-        given: the matrix.
-        axis: 0 for the moments of columns, 1 for those of rows.
-        host, budget: upper bounds in bytes on host and device memory.
+    None if that takes more host memory than `host` bytes, or more device memory than `budget`.
     """
     room = Room(given, axis)
     if room.end > budget or room.parts > MAX_PARTS:

@@ -45,7 +45,7 @@ class Loading:
     def begin(self, kind: tuple[object, ...], multiply: Callable[[], None]) -> None:
         """Call `multiply` in a thread, unless it was called for an earlier run of this kind.
 
-        Errors of `multiply` are ignored. The first product of the run fails in the same way, and raises them.
+        Its errors are ignored: the first product of the run fails in the same way.
         """
 
         def load() -> None:
@@ -76,10 +76,7 @@ _OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 
 def cublas_gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch:
-    """Return a deferred call of cuBLAS that computes C = alpha op(A) @ op(B) + beta C; k > 0.
-
-    The call uses the stream that is cupy's current stream now. If `keep_gil` is false, the thread releases
-    the GIL during the call.
+    """Return a deferred C = alpha op(A) @ op(B) + beta C by cuBLAS on cupy's current stream; k > 0.
 
     cuBLAS takes column-major matrices. A row-major C is C^T = op(B)^T op(A)^T in column-major order. So A and
     B swap places, and their transposition flags stay the same.
@@ -122,13 +119,10 @@ def int8_gemm(kernels: Kernels, handle: int, call: Call) -> None:
 
 
 def packed(kernels: Kernels, call: Call) -> Call:
-    """Copy into the workspace each operand whose layout cuBLAS would refuse.
+    """Copy into the workspace each operand whose layout cuBLAS would refuse. Return the call with the copies.
 
-    The copy has a layout that cuBLAS accepts.
-
-    Returns:
-        `call` with the addresses of the copies, and with k rounded up to a multiple of 16. The copies are
-        padded with zeros to this k. If k = 0, `call` is returned unchanged.
+    Its k is rounded up to a multiple of 16: the copies are padded with zeros. A call with k = 0 stays as it
+    is.
     """
     depth, at = pitch(call.k), workspace_layout(call.m, call.n, call.k)
     if depth == 0:
@@ -145,14 +139,10 @@ def packed(kernels: Kernels, call: Call) -> Call:
 
 
 def by_strips(kernels: Kernels, call: Call, c_dtype: str, product: Callable[[Call], None]) -> None:
-    """Compute C = op(A) @ op(B) + beta C, some rows at a time. C may have any alignment.
+    """Compute C (float64 or int32) = op(A) @ op(B) + beta C, some rows at a time. C may have any alignment.
 
-    Args:
-        kernels: compiles and launches the kernel int8_add, which adds int32 products to beta C.
-        call: the product, as `packed` returned it.
-        c_dtype: dtype of C, float64 or int32.
-        product: called once per `STRIP_ROWS` rows of C. Computes the int32 product that its argument, a
-            `Call`, describes.
+    `call` is what `packed` returned. `product` is called for the int32 product of at most `STRIP_ROWS` rows,
+    which the kernel int8_add adds to beta C.
     """
     sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))
@@ -220,17 +210,13 @@ class Multiplier:
         return self._tuning == tuning.load(self._tuning.device)
 
     def emulated(self, dtype: str) -> Emulated:
-        """Return an object that computes products of the dtype `dtype` from int8 products.
-
-        The object uses the kernels and the cuBLAS handle of this `Multiplier`.
-        """
         return Emulated(self.kernels, self._blas, dtype)
 
     def choose(self, call: Call) -> Launch:
-        """Choose a kernel for C = alpha op(A) @ op(B) + beta C; return a deferred call that computes it.
+        """Return a deferred C = alpha op(A) @ op(B) + beta C by the kernel that is chosen for it.
 
-        Raises:
-            InputError: the user asked for one of our kernels by name, and it cannot compute the product.
+        Raises `InputError` if the user asked for one of our kernels by name, and it cannot compute the
+        product.
         """
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
@@ -246,21 +232,17 @@ class Multiplier:
         return self.launch(None, {}, call)
 
     def load(self, call: Call) -> None:
-        """Make cuBLAS load the kernels for the product `call`, by computing the product.
+        """Make cuBLAS load the kernels for the product `call`, by computing the product, without the GIL.
 
         Does nothing if one of our own kernels is chosen for the product, or if the operands are int8. Loading
-        takes tens of milliseconds. The GIL is released meanwhile.
+        takes tens of milliseconds.
         """
         name, _ = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if name == tuning.CUBLAS and call.dtype != "int8":
             make(cublas_gemm(self._blas, call, keep_gil=False))
 
     def accumulate(self, call: Call) -> None:
-        """Compute C = op(A) @ op(B) + beta C for int8 operands and a C in float64.
-
-        The products are summed in int32 and then added to C. k must be at most `integers.MAX_DEPTH`, so that
-        no sum overflows.
-        """
+        """Compute C = op(A) @ op(B) + beta C for int8 operands and a C in float64, by sums in int32."""
         given = packed(self.kernels, call)
         by_strips(self.kernels, given, "float64", lambda part: make(self.choose(part)))
 
@@ -281,7 +263,6 @@ class Multiplier:
 
 @cache
 def device_name(device: int) -> str:
-    """Return the name of a GPU."""
     return str(properties(device)["name"].decode())
 
 

@@ -101,7 +101,6 @@ def pieces(block: Pageable, size: int) -> list[Piece]:
 
 
 def _located(rows: Sequence[Range], cols: Sequence[Range], row: int, itemsize: int) -> list[Piece]:
-    """Return the pieces with these rows and columns of a block whose rows have `row` bytes."""
     return [
         ((top, end), (left, right), top * row + left * itemsize) for top, end in rows for left, right in cols
     ]
@@ -171,18 +170,15 @@ class CopyBuffers:
         return cupy.cuda.Stream(non_blocking=True, priority=-1)
 
     def finish(self) -> None:
-        """Finish the latest piece, if that is left to do."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending()
 
     def drain(self) -> None:
-        """Wait until all copies from and to the buffers have ended."""
         for buffer in self._buffers:
             buffer.wait()
 
     def next_buffer(self) -> Buffer:
-        """Return a buffer, when the latest copy from or to the buffer has ended."""
         buffer = next(self._turns)
         buffer.wait()
         return buffer
@@ -263,7 +259,6 @@ class Copying:
         return stream
 
     def _finish(self, late: Callable[[], None]) -> None:
-        """Do what is left to do for a piece."""
         try:
             if self.error is None:
                 late()
@@ -295,7 +290,7 @@ class Copying:
     def work(self) -> Work:
         """Wait until the last piece has been handed to the device; raise the first error.
 
-        The host may still have to write pieces: the returned `Work.finish` waits for that.
+        `Work.finish` waits until the host has written all pieces.
         """
         with self._issuing:
             if self.error is not None:
@@ -303,7 +298,6 @@ class Copying:
             return Work(self._start, self._issued, self._end, self._wait)
 
     def _wait(self) -> None:
-        """Wait until all pieces are finished; raise the first error."""
         with self._finishing:
             if self.error is not None:
                 raise self.error
@@ -323,10 +317,9 @@ class CompiledThreads:
     """The compiled threads of one direction, and the blocks that they copy."""
 
     def __init__(self, memory: Array, shape: RingShape, *, uploads: bool) -> None:
-        """Start all threads but the last one of a ring with one direction.
+        """Start all threads but the last one of a ring with one direction, on the current device.
 
-        `memory` is pinned. It begins with the buffers, and ends with their marks. The device of the copies
-        must be the current one.
+        `memory` is pinned. It begins with the buffers, and ends with their marks.
         """
         functions = [cuda_calls.address(name) for name in DRIVER]
         lane, start = BUFFERS * shape.piece, memory.ctypes.data
@@ -362,7 +355,6 @@ class CompiledThreads:
         return copying
 
     def _block(self, address: int, given: Pageable) -> Block:
-        """Cut a block into pieces."""
         itemsize = given.dtype.itemsize
         row_bytes = given.shape[1] * itemsize
         if given.memory is not None:
@@ -386,10 +378,7 @@ class CompiledThreads:
         return min(self._most, round_up(max(MIN_COMPILED_PIECE, piece), PAGE))
 
     def _stream(self) -> Any:
-        """Return the stream of the fewest blocks.
-
-        On a stream that another block uses, copies wait for the events of both blocks.
-        """
+        """Return the stream of the fewest blocks: a copy waits for the events of all of them."""
         used = [sum(copying.stream is stream for copying in self._copied) for stream in self._streams]
         if min(used, default=1) and len(used) < MAX_STREAMS:
             self._streams.append(cupy.cuda.Stream(non_blocking=True, priority=-1))
@@ -397,21 +386,14 @@ class CompiledThreads:
         return self._streams[used.index(min(used))]
 
     def close(self) -> None:
-        """End the threads. No block may be in flight."""
         self._pool.close()
         self._copied.clear()
 
 
 class PooledCopying:
-    """A block that the threads of a pool are copying.
-
-    Attributes:
-        stream: of the copies.
-        end: the event after the last one.
-    """
+    """A block that the threads of a pool are copying, on `stream`. `end` is the event after the last copy."""
 
     def __init__(self, pool: Pool, block: Block, stream: Any, waits: Sequence[Any], *, uploads: bool) -> None:
-        """Begin to copy a block once the events in `waits` have completed."""
         self.stream, self._pool, self._uploads = stream, pool, uploads
         for event in waits:
             cuda_calls.wait(stream, event)
@@ -421,10 +403,7 @@ class PooledCopying:
         pool.begin(self._block, stream.ptr, self.end.ptr)
 
     def work(self) -> Work:
-        """Wait until the last copy has been issued; raise the first error.
-
-        After a download, `Work.finish` waits until the array has been written.
-        """
+        """Wait until the last copy has been issued; raise the first error (see `Copying.work`)."""
         self._pool.wait_issued(self._block)
         if self._uploads or self._block.error:
             self._finish()
@@ -439,7 +418,6 @@ class PooledCopying:
 
     @property
     def ended(self) -> bool:
-        """Whether all pieces have been copied."""
         return self._pool.is_finished(self._block)
 
 
@@ -528,10 +506,7 @@ class Direction:
             self._streams.append(stream)
 
     def _free_stream(self) -> Any:
-        """Return a stream that no block uses; None if there are too many blocks.
-
-        On a stream that another block uses, its copies would wait for the events of both blocks.
-        """
+        """Return a stream that no block uses; None if there are too many blocks."""
         with suppress(IndexError):
             return self._streams.pop()
         for _ in self._more:
@@ -614,10 +589,7 @@ class Ring:
         return copied.work if block.stored is None else partial(self._work, copied, direction, block, move)
 
     def _work(self, copied: PooledCopying, direction: Direction, block: Pageable, move: Move) -> Work:
-        """Wait until an upload from files is issued. If compiled code cannot read a piece, Python reads all.
-
-        Python can read more. Or it raises an error that says what is wrong.
-        """
+        """Wait until an upload from files is issued. Python reads all that compiled code cannot read."""
         try:
             return copied.work()
         except OSError:
@@ -672,7 +644,7 @@ class Ring:
 
 
 def _copy(to: tuple[int, int], source: tuple[int, int], height: int, size: int, stream: Any) -> None:
-    """Copy `height` rows of `size` bytes. Both places consist of an address and a pitch in bytes."""
+    """Copy `height` rows of `size` bytes between two addresses with pitches."""
     if height == 1 or to[1] == source[1]:
         cuda_calls.make(cuda_calls.copy(to[0], source[0], height * size, stream))
     else:

@@ -107,7 +107,6 @@ class RepeatedSession(CudaSession):
 
 
 def _place(x: Array) -> object:
-    """Return where the elements of an array are."""
     return x.ctypes.data, x.strides
 
 

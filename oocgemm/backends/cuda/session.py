@@ -74,10 +74,7 @@ def connected(device: int, others: Sequence[tuple[int, Places]]) -> Places:
 def sums_taken(
     plan: Plan, address: Callable[[Region], int], kernels: Kernels
 ) -> tuple[DeviceChecksums | None, DeviceStripSums | None]:
-    """Load the kernels for the sums that a run needs. Return the checksums, and the sums of strips.
-
-    `address` returns the device address of a region of a device slot.
-    """
+    """Load the kernels for the sums that a run needs. Return the checksums, and the sums of strips."""
     device, checksums, strip_sums = SumsDevice(kernels), None, None
     if plan.problem.checked == "device":
         checksums = DeviceChecksums(plan, address, device)
@@ -87,10 +84,7 @@ def sums_taken(
 
 
 class SumsDevice:
-    """Launches the checksum kernels and copies device memory, on cupy's current stream.
-
-    Implements `oocgemm.backends.checksums.Device`.
-    """
+    """Implements `oocgemm.backends.checksums.ChecksumDevice` on cupy's current stream."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -261,9 +255,8 @@ class CudaSession:
     ) -> CudaToken:
         """Enqueue an operation together with the launches that compute its checksums.
 
-        After an Upload, the checksum stream computes the checksums of the uploaded block. While a Multiply or
-        a Finish runs, it updates or copies the expected checksums of C. Before a Download, the Download's own
-        stream computes the checksums of the strip.
+        After an Upload, the stream of checksums takes those of the block. While a Multiply or a Finish runs,
+        it updates or copies the expected ones of C. A Download's own stream takes those of the strip before.
         """
         stream, beside = self._streams[op.stream], self._streams[SUMS]
         match op.kind:
@@ -296,7 +289,6 @@ class CudaSession:
 
     @staticmethod
     def _sums(stream: Any, take: Callable[[Operation], None], op: Operation) -> Work:
-        """Enqueue the checksum launches of an operation on a stream."""
         with stream:
             return Work.on(stream, [cuda_calls.in_python(partial(take, op))])
 
@@ -350,10 +342,7 @@ class CudaSession:
     def _launches(
         self, op: Operation, host: Sequence[Array] | Pinned, stream: Any
     ) -> list[cuda_calls.Launch]:
-        """Prepare the launches of an operation, but make none.
-
-        `submit` makes them later, under a lock. Preparing needs no lock, so other threads wait less.
-        """
+        """Prepare the launches of an operation, which `submit` makes under a lock: preparing needs none."""
         match op.kind:
             case Kind.UPLOAD | Kind.DOWNLOAD:
                 return self._copies(op, host, stream)
@@ -447,11 +436,8 @@ class CudaSession:
     ) -> Call:
         """Return the arguments of a product of two panels that is computed without emulation.
 
-        Args:
-            extents: (m, n, k) of the product.
-            whole: rows of the whole panel of op(A), of which m are multiplied, and columns of that of op(B).
-            at: device addresses of the panel of op(A), the panel of op(B), and C.
-            first: whether this is the first product of its tile.
+        `extents` are (m, n, k). `whole` are the rows of the whole panel of op(A), and the columns of that of
+        op(B). `at` are the device addresses of both panels and C. `first` is for the first product of a tile.
         """
         problem, (m, n, k), (a, b, c) = self._problem, extents, at
         lda = whole[0] if problem.trans_a.swaps else k

@@ -99,10 +99,7 @@ class Warm:
         return 0 < size <= self.size <= max(size, budget)
 
     def reserve(self, size: int, budget: int) -> int:
-        """Return the address of an arena of at least `size` bytes, which takes at most the device budget.
-
-        Raises `OutOfMemoryError`.
-        """
+        """Return the address of an arena of `size` bytes or more. Raises `OutOfMemoryError`."""
         if not self.holds(size, budget):
             self.free()
             self.arena = allocate(size)
@@ -127,7 +124,6 @@ class Warm:
                 _shrink_later()
 
     def drop(self) -> None:
-        """Free the session that could be opened again."""
         if self.session is not None:
             self.session.drop()
             self.session = None
