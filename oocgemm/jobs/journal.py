@@ -58,6 +58,7 @@ import time
 import uuid
 import warnings
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -112,7 +113,6 @@ def append_line(file: int, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def line_of(entries: Sequence[dict[str, Any]]) -> bytes:
-    """Return the line with these entries of a journal."""
     text = json.dumps(entries[0] if len(entries) == 1 else entries, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
@@ -179,7 +179,7 @@ class Lease:
     def __init__(self, folder: RemoteFolder) -> None:
         holder = lease_holder(folder)
         if holder is not None:
-            raise InputError(_lease_taken(folder, holder))
+            raise InputError(busy(folder, holder))
         found = folder.get(LOCK)
         before = _parsed(found[0]) if found is not None else {}
         self._folder = folder
@@ -191,7 +191,7 @@ class Lease:
         try:
             self._version = folder.replace(LOCK, self._state(held=True), None if found is None else found[1])
         except ChangedError:
-            raise InputError(_lease_taken(folder, "a process that has just started")) from None
+            raise InputError(busy(folder, "a process that has just started")) from None
         self._renewed = _now()
         self._thread = threading.Thread(target=self._renew, name="oocgemm-lease")
         try:
@@ -265,11 +265,6 @@ class Lease:
         ).encode()
 
 
-def _lease_taken(folder: RemoteFolder, holder: str) -> str:
-    """Return the error message for a C that another run is writing. `holder` is the process of that run."""
-    return f"another run is writing C ({holder}, which holds {folder}/{LOCK}): wait for it, or stop it"
-
-
 def _now() -> float:
     """Return seconds of a clock that goes on while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -335,9 +330,8 @@ class Record:
 def read(folder: Folder) -> Record | None:
     """Return the content of the journal for C; None if C has no journal.
 
-    The journal is in `folder`, or in an extended attribute of a complete .npy file.
-
-    Raises `InputError` if the journal is unreadable, damaged, of another format, or has lost lines.
+    The journal is in `folder`, or in an extended attribute of a complete .npy file. Raises `InputError` if it
+    is unreadable, damaged, of another format, or has lost lines.
     """
     if not isinstance(folder, Path):
         found = folder.get(JOURNAL)
@@ -412,10 +406,7 @@ def _every_tile(header: dict[str, Any]) -> Iterator[Tile]:
 
 
 def _checked_header(path: Folder, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the header, given the first line of a journal.
-
-    Raises `InputError` if another version of this package wrote it in another format.
-    """
+    """Return the header in the first line of a journal. Raises `InputError` if it has another format."""
     header: dict[str, Any] = entry.get("run", {})
     if header.get("format") != FORMAT:
         raise InputError(
@@ -426,10 +417,7 @@ def _checked_header(path: Folder, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_count(folder: Path, listed: int) -> None:
-    """Raise `InputError` if the journal has lost lines.
-
-    `listed` is the number of commits in the journal. The number in the file `count` must not be larger.
-    """
+    """Raise `InputError` if the journal, which has `listed` commits, has fewer than its file `count` says."""
     try:
         committed = int(read_regular(folder / COUNT) or b"0")
     except FileNotFoundError:
@@ -463,11 +451,27 @@ def owner(folder: Folder) -> str | None:
     return None
 
 
-class Journal:
-    """The journal in a folder, locked and open for writing.
+class JournalWriter(ABC):
+    """What a journal records. `_add` adds a line of entries."""
 
-    Raises `InputError` if another run has locked the folder.
-    """
+    @abstractmethod
+    def _add(self, entries: Sequence[dict[str, Any]]) -> None: ...
+
+    def commit(self, tiles: Sequence[Tile]) -> None:
+        """Record that the new content of tiles is durable outside C (redo files), not yet in C."""
+        self._add([{"commit": tile} for tile in tiles])
+
+    def done(self, tiles: Mapping[Tile, str | None]) -> None:
+        """Record that the new content of tiles is durable in C, with the fingerprints of their files."""
+        self._add(done_entries(tiles))
+
+    def complete(self, facts: dict[str, Any]) -> None:
+        """Record that all of C is durable."""
+        self._add([{"complete": facts}])
+
+
+class Journal(JournalWriter):
+    """The journal in a folder, locked and open for writing. Raises `InputError` if it is locked already."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -489,7 +493,7 @@ class Journal:
         (self.folder / COUNT).unlink(missing_ok=True)
         path, new = self.folder / JOURNAL, self.folder / f"{JOURNAL}.new"
         self._file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._append([{"run": {"format": FORMAT} | header}])
+        append_line(self._file, [{"run": {"format": FORMAT} | header}])
         os.replace(new, path)
         self._sync_names()
         with suppress(OSError):  # no such attribute, unless an earlier run moved its journal there
@@ -505,8 +509,7 @@ class Journal:
         self._sync_names()  # the earlier run may have been killed before `start` reached this call
 
     def commit(self, tiles: Sequence[Tile]) -> None:
-        """Record that the new content of tiles is durable in files outside C (redo files), not yet in C."""
-        self._add([{"commit": tile} for tile in tiles])
+        super().commit(tiles)
         if self._count is None:
             self._count = open_regular(self.folder / COUNT, os.O_WRONLY | os.O_CREAT)
             sync_path(self.folder)
@@ -514,14 +517,6 @@ class Journal:
         os.lseek(self._count, 0, os.SEEK_SET)
         os.write(self._count, b"%020d" % self._committed)
         os.fdatasync(self._count)
-
-    def done(self, tiles: Mapping[Tile, str | None]) -> None:
-        """Record that the new content of tiles is durable in C, with the fingerprints of their files."""
-        self._add(done_entries(tiles))
-
-    def complete(self, facts: dict[str, Any]) -> None:
-        """Record that all of C is durable."""
-        self._add([{"complete": facts}])
 
     def move_into_c(self) -> None:
         """Move the journal of a complete .npy file from its folder to an extended attribute of that file.
@@ -537,10 +532,7 @@ class Journal:
             stores.clear(self.folder, c=False)
 
     def check_in_place(self) -> None:
-        """Raise `OSError` if the locked folder was removed or replaced.
-
-        The caller must then stop writing: C was removed, or it now belongs to another run.
-        """
+        """Raise `OSError` if the locked folder was removed or replaced: C may belong to another run now."""
         assert self._lock is not None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._lock), os.stat(self.folder / LOCK)):
@@ -562,9 +554,6 @@ class Journal:
 
     def _add(self, entries: Sequence[dict[str, Any]]) -> None:
         self.check_in_place()
-        self._append(entries)
-
-    def _append(self, entries: Sequence[dict[str, Any]]) -> None:
         assert self._file is not None
         append_line(self._file, entries)
 
@@ -574,7 +563,7 @@ def _tile(entry: list[int]) -> Tile:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder, create it if it does not exist, and return the file descriptor of the lock.
+    """Lock a folder, which may have to be created, and return the file descriptor of the lock.
 
     Raises `InputError` if another process has locked it.
     """
@@ -610,12 +599,11 @@ def _lock(folder: Path) -> int:
 
 def busy(folder: Folder, holder: str) -> str:
     """Return the error message for a C that another run is writing. `holder` is the process of that run."""
-    if not isinstance(folder, Path):
-        return _lease_taken(folder, holder)
-    return f"another run is writing C ({holder}, which has locked {folder / LOCK}): wait for it, or stop it"
+    lock, has = folder / LOCK, "has locked" if isinstance(folder, Path) else "holds"
+    return f"another run is writing C ({holder}, which {has} {lock}): wait for it, or stop it"
 
 
-class ObjectJournal:
+class ObjectJournal(JournalWriter):
     """The journal in a folder of an object store, open for writing. This process holds the lease on C.
 
     It has the same lines as a journal in a file (`Journal`), and a line with the epoch of each process that
@@ -644,24 +632,12 @@ class ObjectJournal:
     def start(self, header: dict[str, Any]) -> None:
         """Replace any old journal by a new one that has only a header."""
         self._content = b""
-        self._append([{"run": {"format": FORMAT} | header}])
-        self._append([{"epoch": self._lease.epoch}])
+        self._add([{"run": {"format": FORMAT} | header}])
+        self._add([{"epoch": self._lease.epoch}])
 
     def resume(self) -> None:
         """Continue the existing journal."""
-        self._append([{"epoch": self._lease.epoch}])
-
-    def commit(self, tiles: Sequence[Tile]) -> None:
-        """Record that the new content of tiles is durable in redo objects, not yet in C."""
-        self._append([{"commit": tile} for tile in tiles])
-
-    def done(self, tiles: Mapping[Tile, str | None]) -> None:
-        """Record that the new content of tiles is durable in C, with the fingerprints of their objects."""
-        self._append(done_entries(tiles))
-
-    def complete(self, facts: dict[str, Any]) -> None:
-        """Record that all of C is durable."""
-        self._append([{"complete": facts}])
+        self._add([{"epoch": self._lease.epoch}])
 
     def check_in_place(self) -> None:
         """Renew the lease on C. Raises `ExecutionError` if this process may no longer write C."""
@@ -675,7 +651,7 @@ class ObjectJournal:
         """Release the lease."""
         self._lease.release()
 
-    def _append(self, entries: Sequence[dict[str, Any]]) -> None:
+    def _add(self, entries: Sequence[dict[str, Any]]) -> None:
         self.check_lease()
         content = self._content + line_of(entries)
         try:

@@ -157,10 +157,7 @@ def _casts(name: str, operands: DType) -> str:
 
 
 def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:
-    """Return alpha or beta as a number.
-
-    Raises `InputError` if the number cannot be used with the dtypes of the operands and of C.
-    """
+    """Return alpha or beta. Raises `InputError` if the dtypes of the operands and of C cannot have it."""
     try:
         number = complex(value if np.ndim(value) == 0 else "an array")
     except (TypeError, ValueError, OverflowError):
@@ -211,10 +208,7 @@ def op_of(name: str, value: Transpose) -> Op:
 
 
 def tile_of(value: TileShape | str | None, problem: GemmProblem) -> TileShape | None:
-    """Parse a tile shape, such as "4096x4096x512", and clip it to the product.
-
-    Raises `InputError` for other text.
-    """
+    """Parse a tile shape, such as "4096x4096x512", and clip it to the product."""
     if value is None or isinstance(value, TileShape):
         return value and value.within(problem)
     parts = str(value).lower().split("x")
@@ -229,13 +223,8 @@ def centered(
     """Return a product and its operands with a common center subtracted, if its epilogue has a Gaussian.
 
     Rows of op(A) and columns of op(B) are multiplied in float32, or in float64 if that is not enough. C's
-    dtype stays. The operands are read, in the memory of the request; statistics of files are cached. Products
-    of int8 are exact, and returned as they are.
-
-    Raises:
-        InputError: rows lie so far apart that float64 rounds too much, `compute` rounds too much, or there
-            are missing elements that are not allowed.
-        ExecutionError: an operand cannot be read.
+    dtype stays. Products of int8 are exact, and returned as they are. Raises `InputError` if rows lie so far
+    apart that float64, or `compute`, rounds too much.
     """
     if not problem.epilogue or problem.epilogue[0].kind != "gaussian" or problem.exact or not problem.depth:
         return problem, a, b
@@ -278,7 +267,7 @@ def _dtype(
 ) -> str:
     """Return the dtype in which rows are multiplied. Extremes decide it if they can, otherwise a pass.
 
-    Raises `InputError` if float64 rounds too much. `lines` says what the user calls the rows of each side.
+    `lines` says what the user calls the rows of each side.
     """
     dtypes = list(dict.fromkeys((DTYPES[problem.a_dtype].accumulator, "float64")))
     limits = [_limit(problem, dtype) for dtype in dtypes]
@@ -325,7 +314,6 @@ def _norms(matrix: Matrix, k_axis: int, center: Array, memory: int) -> Array:
 
 
 def _moved(matrix: Matrix, k_axis: int, center: Array, dtype: str) -> TransformedMatrix:
-    """Return a view of a matrix that can be read, with a center subtracted."""
     moves = Transform(center=center, cast=dtype)
     return TransformedMatrix(matrix, moves, k_axis, ("rows", "columns")[k_axis], (center,))
 
@@ -454,7 +442,6 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
 
 
 def _wide(problem: GemmProblem) -> GemmProblem:
-    """Return the problem with a C of the accumulator's dtype."""
     return replace(problem, sink=replace(problem.sink, dtype=problem.acc_dtype))
 
 
@@ -538,9 +525,9 @@ def _checked(request: Request, problem: GemmProblem, tier: str) -> GemmProblem:
 def checksum_tier(backend: str, problem: GemmProblem) -> str:
     """Return where the checksums of panels are computed: "device" or "host".
 
-    On cuda it is the device, whose memory is faster. It is the host in three cases. The device has no
-    checksum kernels for integers, nor for panels that serve in both roles. Nor does it check the accumulator
-    before an epilogue changes it (`GemmProblem.checks_sums`) against checksums of its own.
+    On cuda it is the device, whose memory is faster. But it has no checksum kernels for integers, nor for
+    panels that serve in both roles, and cannot check what an epilogue has changed
+    (`GemmProblem.checks_sums`).
     """
     host = problem.exact or problem.b.shares or problem.epilogue
     return "device" if backend == "cuda" and not host else "host"

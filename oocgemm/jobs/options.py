@@ -78,11 +78,9 @@ GRM_CASTS = ("float32", "float64", "float16", "bfloat16")
 class Field(NamedTuple):
     """How the form of the service shows an option.
 
-    Attributes:
-        label, help: its name and what it does, in a few words.
-        place: what the empty field says, if the default does not say it.
-        choices: values and their texts; "" is the value of the default.
-        group: where it stands: beside an operand (its name), with the budgets, or with further options.
+    - `label`, `help`: its name and what it does, in a few words.
+    - `place`: what the empty field says, if the default does not say it.
+    - `choices`: values and their texts; "" is the value of the default.
     """
 
     label: str

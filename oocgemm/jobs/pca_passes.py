@@ -95,13 +95,10 @@ logger = logging.getLogger("oocgemm")
 
 @dataclass(frozen=True, eq=False)
 class Subspace:
-    """The state of the iteration: what the next pass multiplies, and the last block.
+    """The state of the iteration, after a number of `passes`.
 
-    Attributes:
-        basis: Q of the next pass, with orthonormal columns.
-        last: the block of the last pass; None before the first one.
-        passes: the number of passes so far.
-        found: what the passes have found; None before the first one.
+    - `basis`: Q of the next pass, with orthonormal columns.
+    - `last`: the block of the last pass, and `found`: what the passes have found; None before the first one.
     """
 
     basis: Array
@@ -114,13 +111,11 @@ class Subspace:
 class Ritz:
     """Approximate singular vectors and values of X, those of the largest values first.
 
-    Attributes:
-        components: the right singular vectors, orthonormal columns.
-        values: the singular values.
-        residuals: |X^T X v - s^2 v| / s_1^2 for each of them.
-        errors: for each, its residual over the estimated gap between s^2 and the other eigenvalues of X^T X.
-            This bounds the sine of the angle between v and the exact singular vector. It is 0 where rounding
-            errors are all that is left of the residual.
+    - `components`: the right singular vectors, orthonormal columns. `values`: the singular values.
+    - `residuals`: |X^T X v - s^2 v| / s_1^2 for each of them.
+    - `errors`: for each, its residual over the estimated gap between s^2 and the other eigenvalues of X^T X.
+      This bounds the sine of the angle between v and the exact singular vector. It is 0 where rounding errors
+      are all that is left of the residual.
     """
 
     components: Array
@@ -134,17 +129,14 @@ RITZ = tuple(field.name for field in fields(Ritz))
 
 
 def start(rows: int, columns: int, seed: int) -> Subspace:
-    """Return the state before the first pass, which depends on the seed."""
     return Subspace(_orthonormal(np.random.default_rng(seed).standard_normal((rows, columns))))
 
 
 def advance(state: Subspace, block: Block, rounding: float) -> Subspace:
     """Return the state after a pass.
 
-    Args:
-        state: before the pass.
-        block: the Q that was multiplied, which is `state.basis` except for rounding, and the product.
-        rounding: relative error of the products, such as 1.2e-7 for float32.
+    `block` is the Q that was multiplied, which is `state.basis` except for rounding, and the product.
+    `rounding` is the relative error of the products, such as 1.2e-7 for float32.
     """
     q, z = _joined(block, state.last, rounding)
     eigenvalues, directions = np.linalg.eigh(_gram(q, z))
@@ -270,14 +262,11 @@ def _gram(q: Array, z: Array) -> Array:
 class PcaState:
     """What is known after some passes.
 
-    Attributes:
-        subspace: the state of the iteration.
-        center: what is subtracted from the columns of X; None until the first pass has computed it. With
-            missing elements, their transform subtracts it.
-        folded: whether it is subtracted from the products. If not, it is subtracted from each element.
-        tile: the tile shape of the first pass, MxNxK. With another one, later passes would be rounded
-            differently.
-        exponent: each element is multiplied by this power of two, unless it is folded.
+    - `center`: what is subtracted from the columns of X; None until the first pass has computed it. With
+      missing elements, their transform subtracts it.
+    - `folded`: whether it is subtracted from the products. If not, it is subtracted from each element.
+    - `tile`: the tile shape of the first pass, MxNxK. With another one, later passes would round differently.
+    - `exponent`: each element is multiplied by this power of two, unless it is folded.
     """
 
     subspace: Subspace
@@ -290,28 +279,17 @@ class PcaState:
 class PcaPasses:
     """An open X, and the arguments of its products.
 
-    Attributes:
-        matrix: X as it is stored.
-        transform: the whole transform, with the centers.
-        columns: the width of Q.
-        dtype: the dtype in which X is multiplied.
-        scale: what columns are divided by.
+    - `matrix`: X as it is stored. `transform`: the whole transform, with the centers.
+    - `columns`: the width of Q. `dtype`: that in which X is multiplied. `scale`: what columns are divided by.
     """
 
     def __init__(
         self, x: Any, columns: int, transform: Transform | None, options: Mapping[str, Any], *, center: bool
     ) -> None:
-        """Open X. Nothing is read.
+        """Open X. Nothing is read. Raises `InputError` if X or the transform cannot be used.
 
-        Args:
-            x: the operand.
-            columns: the least width of Q, unless X has fewer rows or columns.
-            transform: of X, per column.
-            options: of `gemm`.
-            center: whether the transform centers columns by their means, unless it has other centers.
-
-        Raises:
-            InputError: X or the transform cannot be used.
+        Q has the width `columns`, unless X has fewer rows or columns. The `options` are those of `gemm`.
+        `center` tells whether the transform centers columns by their means, unless it has other centers.
         """
         self._x, self._options = x, {name: options[name] for name in options if name != "devices"}
         self._devices = numbers_of(options.get("devices"))
@@ -369,7 +347,6 @@ class PcaPasses:
 
     @property
     def backend(self) -> str:
-        """The name of the backend."""
         return backends.resolve(self._options.get("backend", "auto"))
 
     def plan(self) -> Plan:
@@ -402,11 +379,7 @@ class PcaPasses:
         return PcaState(start(cols, self.columns, seed), center, folded)
 
     def advance(self, state: PcaState) -> PcaState:
-        """Return the state after one more pass over X.
-
-        Raises:
-            InputError: X has elements that are NaN or Inf.
-        """
+        """Return the state after one more pass over X. Raises `InputError` for NaN or Inf in X."""
         factor, row = self._multiplied(state)
         product, tile = self._product(state, row, factor)
         if state.subspace.last is None and not state.exponent and self._leaves_range(state, product):
@@ -463,9 +436,9 @@ class PcaPasses:
         ], len(places)
 
     def _places(self, *, planning: bool) -> list[dict[str, Any]]:
-        """Return the options that say where each session runs, and what memory it has.
+        """Return where each session runs, and its memory. The host memory is divided among them.
 
-        The host memory is divided among the sessions. When a run is only planned, no device is opened.
+        When a run is only planned, no device is opened.
         """
         names = ("device_memory", "host_memory", "memory")
         device, host, memory = (self._options.get(name) for name in names)
@@ -647,8 +620,7 @@ def save_state(path: Path, identity: Mapping[str, Any], state: PcaState) -> None
 def load_state(path: Path, identity: Mapping[str, Any], *, resume: bool) -> PcaState | None:
     """Return the saved state; None if there is none.
 
-    Raises `InputError` if there is one and the run shall not be resumed, if it is that of a run with other
-    arguments, or if it cannot be read.
+    Raises `InputError` if it shall not be resumed, is that of a run with other arguments, or cannot be read.
     """
     if path.exists() and not resume:
         raise InputError(

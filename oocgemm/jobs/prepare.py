@@ -25,7 +25,7 @@ from oocgemm.errors import BudgetError, InputError, NotFoundError, OutOfMemoryEr
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.operands import open_operands, tile_of
 from oocgemm.jobs.options import Size
-from oocgemm.jobs.request import Destination, PlaceKind, Request, unknown_devices
+from oocgemm.jobs.request import Destination, PlaceKind, Request, requests_of, unknown_devices
 from oocgemm.jobs.resume import (
     Earlier,
     check_complete,
@@ -83,10 +83,10 @@ def budgets_of(
 ) -> Budgets:
     """Return the budgets in bytes. A budget that is None becomes a share of the free memory.
 
-    On cuda, the device budget is 90% of the free device memory, the host budget half of the available RAM.
-    On the host backend, they are 37.5% and 12.5% of the available RAM. `free` returns the free device memory
-    or, on the host backend, the available RAM, in bytes. `available` is the available RAM; None to query it.
-    If `free` is None, the device memory is unknown: without `device_memory`, `InputError` is raised.
+    On cuda, they are 90% of the free device memory, and half of the available RAM. On the host backend, they
+    are 37.5% and 12.5% of the available RAM. `free` returns the free device memory or, on the host backend,
+    the available RAM. If it is None, the device budget must be given, else `InputError` is raised.
+    `available` is the available RAM; None to query it.
     """
     on_host = backend == "host"
     if device_memory is not None:
@@ -112,8 +112,8 @@ _latest: deque[int] = deque(maxlen=16)
 def _steady(size: int) -> int:
     """Return one of the latest default budgets that is at most 4% smaller than `size`, and not larger.
 
-    If there is none, round `size` down to 6 significant bits, by 3% at most. Free memory differs a little
-    from call to call. If the budgets do not, the later calls find their plans in the cache.
+    Without one, round `size` down to 6 significant bits. Free memory differs a little from call to call. If
+    the budgets do not, the later calls find their plans in the cache.
     """
     for latest in tuple(_latest):  # several threads may call this
         if 0.96 * size <= latest <= size:
@@ -133,17 +133,9 @@ def within_budgets(
 ) -> Plan:
     """Return the result of `plan`, called with the budgets of a request or with their defaults.
 
-    Args:
-        request: names the budgets.
-        backend: "host" or "cuda".
-        free: as for `budgets_of`; with several devices, what each of them may allocate. None to plan for cuda
-            without a device.
-        plan: makes a plan within budgets, with a part of the usual effort of the search.
-        devices: number of devices.
-
-    Raises:
-        InputError: budgets exclude each other, or one that has no default is missing.
-        BudgetError: the budgets are too small.
+    `plan` also takes the share of the usual effort of the search. `free` is as for `budgets_of`; with several
+    devices, what each of them may allocate. Raises `InputError` if budgets exclude each other or are missing,
+    and `BudgetError` if they are too small.
     """
     if backend == "host" and request.budgets.memory is not None:
         if request.budgets.device_memory is not None:
@@ -172,10 +164,7 @@ def within_budgets(
 def _available(
     sizes: Mapping[str, int], backend: str, free: Callable[[], int], devices: int
 ) -> dict[str, int]:
-    """Return the largest value of each memory option that fits in the free memory.
-
-    The values in `sizes` are those of other options. The memory for them counts as used.
-    """
+    """Return the largest value of each memory option that fits in free memory, beside those in `sizes`."""
     host = available_memory(RECENT)
     if backend != "host":
         return {"device_memory": free(), "host_memory": host, "memory": host}
@@ -232,10 +221,7 @@ def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
 
 
 def codec_of_c(c: Destination, existing: Matrix | None, dtype: str, compressor: str | None) -> str:
-    """Return how a GPU could compress chunks of C, such as "blosc-zstd"; "" if it could not.
-
-    `dtype` and `compressor` are those of a new C, if there is no `existing` one.
-    """
+    """Return how a GPU could compress chunks of C, an `existing` one or a new one; "" if it could not."""
     if existing is not None:
         return existing.codec() if isinstance(existing, Coded) else ""
     return compressor or "" if c.has_chunks and dtype != "bfloat16" else ""
@@ -245,7 +231,6 @@ def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:
     """Return a plan in which a GPU compresses C, if there is one, or else one in which the host does.
 
     `planned` makes a plan in which the GPU compresses C in a codec if that pays; with "", the host does.
-    Raises what `planned` raises.
     """
     if codec:
         with suppress(BudgetError):  # without the memory for this, there may be a plan
@@ -261,12 +246,8 @@ def measured(
 ) -> GemmProblem:
     """Return the problem, in which the device may find the statistics that the steps of X need.
 
-    Args:
-        request: what is computed.
-        problem: the product. The device transforms its panels, if they are transformed.
-        x: op(X), if the problem is a Gram matrix.
-        tile: the tile that the user chose.
-        free: returns the free device memory in bytes; None if it is unknown.
+    `x` is op(X) if the problem is a Gram matrix, `tile` the tile that the user chose. `free` returns the free
+    device memory in bytes; it is None if that is unknown.
     """
     chain = chain_of(x)
     stored = problem.b.shares and problem.sink.stores_c
@@ -328,10 +309,11 @@ def as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layou
 class Output:
     """What `prepare` found at C's destination.
 
-    `matrix` is C. It is None if C does not exist: the run then creates C with `chunks` and `compressor`, or
-    with defaults where they are None. `earlier` is what an earlier run left at C. It is None if C can have no
-    journal, as in memory. `identity` describes what the run computes: only a run of equal identity may
-    resume it. `noted` has further fields for the header of the journal.
+    - `matrix`: C; None if the run creates C with `chunks` and `compressor`, or with defaults where they are
+      None.
+    - `earlier`: what an earlier run left at C; None if C can have no journal, as in memory.
+    - `identity`: what the run computes: only a run of equal identity may resume it.
+    - `noted`: further fields for the header of the journal.
     """
 
     matrix: Matrix | None
@@ -359,9 +341,8 @@ class Operands(NamedTuple):
 class PreparedRun:
     """A request that is ready to run, with its open operands, its checked output and its plan.
 
-    `d` is the further matrix that the epilogue reads, if there is one. `finishing` has the correction of a
-    product whose operands are centered (`oocgemm.jobs.stats`), what rows and columns of C are
-    multiplied by before elements are selected, and the numbers of the epilogue.
+    `d` is the further matrix that the epilogue reads. `finishing` has the correction of a product whose
+    operands are centered, the scales of rows and columns of C, and the numbers of the epilogue.
     """
 
     request: Request
@@ -385,10 +366,7 @@ class PreparedRun:
 
     @property
     def factor(self) -> Array | None:
-        """Q of a chained product, or the matrix V by which C is multiplied; None without one.
-
-        It has the dtype of the accumulator.
-        """
+        """Q of a chained product, or the V by which C is multiplied, in the accumulator's dtype; or None."""
         found = self.request.into.factor
         return None if found is None else found.astype(numpy_dtype(self.plan.problem.acc_dtype), copy=False)
 
@@ -405,17 +383,12 @@ def prepare(
 ) -> PreparedRun:
     """Open and check everything, and plan. Nothing is written.
 
-    Args:
-        request: what to compute.
-        engine: the backend that the job runs on; None to plan for cuda without a device.
-        running: whether the job will run. If False, the job is only planned: C may exist, and journals are
-            ignored.
-        earlier: the run of which the job computes a part, if another process coordinates it. Tiles outside
-            of the part are among its finished tiles.
+    - `engine`: the backend that the job runs on; None to plan for cuda without a device.
+    - `running`: whether the job will run. If not, C may exist, and journals are ignored.
+    - `earlier`: the run of which the job computes a part, if another process coordinates it. Tiles outside of
+      the part are among its finished tiles.
 
-    Raises:
-        InputError: operands, destination or options cannot be used.
-        BudgetError: a budget is too small.
+    Raises `InputError` if operands, destination or options cannot be used, and `BudgetError`.
     """
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
     d = open_further(problem, request.epilogue, decode=request.decode)
@@ -480,7 +453,6 @@ def _output_of_part(
 def _identity(
     request: Request, problem: GemmProblem, read: Operands, c: Matrix | None, engine: Backend
 ) -> dict[str, Any]:
-    """Return what identifies the run at C."""
     arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.where.kernel)}
     return identify(problem, read.a, read.b, c, arithmetic, read.d, digest_of(request.epilogue))
 
@@ -581,11 +553,7 @@ def _existing(
 
 
 def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
-    """Return the chunks and compressor that an unfinished run had chosen for C.
-
-    The new run creates C again with them, since no tile of the unfinished run can be kept. For a C without
-    chunks, both are None.
-    """
+    """Return the chunks and compressor of a C that is created again, since no tile of it can be kept."""
     if c.kind is PlaceKind.LOCAL and not c.has_chunks:
         return None, None
     rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
@@ -616,11 +584,7 @@ def _plan(
     tile: TileShape | None,
     engine: Backend | None,
 ) -> Plan:
-    """Return the plan that the run follows.
-
-    A resumed run follows the plan of the earlier run. Any other run follows the plan in the request. If the
-    request has no plan, the product is planned within the budgets.
-    """
+    """Return the plan of the earlier run, or that in the request, or plan the product within the budgets."""
     (a, b, d), existing, c = read, output.matrix, request.c
     backend, devices = "cuda" if engine is None else engine.name, _count(request, engine)
     device = None if engine is None else backends.identity(engine)
@@ -647,15 +611,15 @@ def _plan(
     codec = codec_of_c(c, existing, problem.c_dtype, output.compressor) if backend == "cuda" else ""
 
     def tuned(budgets: Budgets, codec: str) -> Layouts:
-        wanted = request.requests_by_operand
-        asked = layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+        asked = layouts.with_requests(requests_of(request.requests), budgets.host, reads_c=problem.reads_c)
         coded = with_encoding(Setting(problem, machine, asked, budgets, devices), codec)
         return with_decoding(Setting(problem, machine, coded, budgets), found)
 
     def planned(budgets: Budgets, effort: float, codec: str) -> Plan:
         to, given = tuned(budgets, codec), (problem, budgets, machine)
         if output.resumed is not None:
-            return _continued(output.resumed, problem, budgets, machine, to, devices)
+            earlier = output.resumed
+            return resumed_plan(*given, to, earlier.candidate, earlier.done, devices)
         if devices == 1:
             return make_plan(*given, to, tile, effort)
         return shared_plan(*given, to, tile, devices)
@@ -673,14 +637,12 @@ def _plan(
 
 
 def _is_pinned(matrix: Matrix, engine: Backend | None) -> bool:
-    """Return whether a matrix is in memory that the backend has pinned."""
     if engine is None or not matrix.layout.contiguous_rows:
         return False
     return engine.is_pinned(*stores.span(matrix))
 
 
 def _operand_layout(operand: Operand, matrix: Matrix, engine: Backend | None, *, in_place: bool) -> Layout:
-    """Return the layout of A or B for a run."""
     read = as_read(operand, matrix)
     layout = read.layout.in_run(in_place=in_place, pinned=_is_pinned(read, engine))
     # The numbers of a transform are in host memory, also if a device transforms the elements.
@@ -688,7 +650,6 @@ def _operand_layout(operand: Operand, matrix: Matrix, engine: Backend | None, *,
 
 
 def _count(request: Request, engine: Backend | None) -> int:
-    """Return the number of devices of a run."""
     if isinstance(engine, backends.Devices):
         return len(engine.numbers)
     if request.where.devices == "all":
@@ -700,15 +661,3 @@ def _sessions(request: Request, engine: Backend | None) -> int:
     """Return how many sessions of a run share one GPU: more than 1 if a number is given several times."""
     numbers = engine.numbers if isinstance(engine, backends.Devices) else request.where.devices
     return max(Counter(numbers).values()) if isinstance(numbers, tuple) else 1
-
-
-def _continued(
-    earlier: Earlier,
-    problem: GemmProblem,
-    budgets: Budgets,
-    machine: MachineModel,
-    layouts: Layouts,
-    devices: int,
-) -> Plan:
-    """Return the plan that continues an interrupted run."""
-    return resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done, devices)

@@ -52,10 +52,7 @@ class PlaceKind(StrEnum):
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the result C is stored, parsed from what the caller passed as C.
-
-    `path` is a path or a URL. `array` is set if the caller passed an array instead.
-    """
+    """Where C is stored: the `path` or URL, or the `array`, that the caller passed as C."""
 
     kind: PlaceKind
     path: str = ""
@@ -104,8 +101,8 @@ class Destination:
     def check_place(self, wanted: Callable[[], int]) -> None:
         """Raise `InputError` if a new local C cannot be created, or if its disk has too few free bytes.
 
-        `wanted` returns how many it needs at least.
-        Call this before operands are read. Whether an existing C can be written is found when it is opened.
+        `wanted` returns how many it needs at least. Whether an existing C can be written is found when it is
+        opened.
         """
         if self.kind is PlaceKind.LOCAL and not self.exists():
             stores.check_new("C", self.path, wanted())
@@ -120,10 +117,7 @@ class Destination:
         return stores.new_layout(self.path or None, problem, chunks, compressor)
 
     def warn_of_new(self, shape: Shape, itemsize: int, chunks: Shape | None) -> None:
-        """Issue a `DataWarning` if creating C makes folders, or very many files because of the `chunks`.
-
-        `shape` is that of C, and `chunks` are those that the caller has chosen.
-        """
+        """Issue a `DataWarning` if creating C makes folders, or very many files because of the `chunks`."""
         if self.kind is not PlaceKind.LOCAL:
             return
         stores.warn_of_folders("C", self.path)
@@ -139,10 +133,9 @@ class Destination:
                 )
 
     def file_systems(self) -> set[str]:
-        """Return a set with the id of the file system that stores a new C.
+        """Return the id of the file system that stores a new C; nothing for memory and object stores.
 
-        For a URL of zarr, the id is "elsewhere". The set is empty if C is in memory or in an object store,
-        which has rates of its own.
+        For a URL of zarr, the id is "elsewhere". An object store has rates of its own.
         """
         if not self.path:
             return set()
@@ -197,10 +190,7 @@ class Into:
         return None
 
     def rule(self, problem: GemmProblem, scales: Array | None) -> Rule | None:
-        """Return which elements of C are collected in memory; None if not those above a threshold are.
-
-        `scales` are the numbers by which rows and columns of C are multiplied first.
-        """
+        """Return which elements of C, scaled by `scales`, are collected in memory; None if none are."""
         return None
 
 
@@ -215,14 +205,11 @@ class AsIs(Into):
 class Selection(Into):
     """Which elements of a product are kept.
 
-    Attributes:
-        topk: the number of the largest ones that are kept of each row; 0 if `threshold` decides.
-        threshold: the least element that is kept.
-        absolute: whether magnitudes are compared with the threshold.
-        cosine: whether scores are cosines: the product is that of the rows of E divided by their norms.
-        excludes_self: whether elements on the diagonal are left out.
-        names: what error messages call A and B.
-        same: whether op(B) is the transpose of op(A).
+    - `topk`: the number of the largest ones that are kept of each row; 0 if `threshold` decides.
+    - `absolute`: whether magnitudes are compared with the threshold.
+    - `cosine`: whether the product is that of the rows of E divided by their norms.
+    - `excludes_self`: whether elements on the diagonal are left out.
+    - `names`: what error messages call A and B. `same`: whether op(B) is the transpose of op(A).
     """
 
     stores_c: ClassVar[bool] = False
@@ -255,7 +242,6 @@ class Selection(Into):
         return self.threshold - self.margin(problem)
 
     def rule(self, problem: GemmProblem, scales: Array | None) -> Rule | None:
-        """Return the rule of the threshold, if there is one."""
         if self.topk:
             return None
         how = self.absolute, self.excludes_self, scales, problem.cover.halves
@@ -266,13 +252,12 @@ class Selection(Into):
 class Chain(Into):
     """The two products ``X^T (X Q + 1 row)`` that are computed by one read of X (`planning.problem.Updated`).
 
-    Attributes:
-        columns: the number of columns of Q.
-        row: added to each row of X Q. It may be longer than a row of Q: the result has further columns then.
-        factor: its first `columns` columns are Q. It has as many rows as X has columns, and is as wide as
-            `row`. None if the products are only planned.
-        resident_bytes: host memory that the caller needs during the run.
-        rows: the rows of X that are multiplied, which begin at a border of chunks; None for all.
+    - `columns`: the number of columns of Q.
+    - `row`: added to each row of X Q. It may be longer than a row of Q: the result has further columns then.
+    - `factor`: its first `columns` columns are Q. It is as wide as `row`. None if the products are only
+      planned.
+    - `resident_bytes`: host memory that the caller needs during the run.
+    - `rows`: the rows of X that are multiplied, which begin at a border of chunks; None for all.
     """
 
     feature: ClassVar[str] = "passes"
@@ -295,13 +280,11 @@ class Chain(Into):
 class Reduction(Into):
     """What is stored in place of C: a reduction of its rows, or its product with V.
 
-    Attributes:
-        names: what error messages call A and B.
-        same: whether op(B) is the transpose of op(A).
-        kind: one of `oocgemm.planning.epilogue.REDUCTIONS`; "" for the product with V.
-        factor: V, in the accumulator's dtype. It has a row for each column of C.
-        width: if it is not None, op(B) is the transpose of op(A), and only the elements within this distance
-            of the diagonal are reduced. The epilogue makes others 0.
+    - `names`, `same`: as for `Selection`.
+    - `kind`: one of `oocgemm.planning.epilogue.REDUCTIONS`; "" for the product with V.
+    - `factor`: V, in the accumulator's dtype. It has a row for each column of C.
+    - `width`: if it is not None, op(B) is the transpose of op(A), and only the elements within this distance
+      of the diagonal are reduced. The epilogue makes others 0.
     """
 
     stores_c: ClassVar[bool] = False
@@ -316,9 +299,7 @@ class Reduction(Into):
 class Known:
     """X is replaced by a matrix with 1 where a genotype is known, and 0 elsewhere (`KnownMatrix`).
 
-    Attributes:
-        code: the code of missing genotypes; None if there are none.
-        used: whether each variant is used. Other variants have zeros.
+    `code` is that of missing genotypes; None if there are none. Variants that are not `used` have zeros.
     """
 
     code: float | None
@@ -341,17 +322,14 @@ class Gram(Into):
 class Source:
     """An operand of a call.
 
-    Attributes:
-        given: what the caller passed, with paths and URLs as text.
-        op: what is multiplied: the matrix, its transpose or its conjugate transpose.
-        transform: what happens to its elements when they are read. For X of a `Chain`, it has one center and
-            one scale per column of X.
-        impute: whether missing genotypes in a .bed file are replaced by means (`oocgemm.jobs.transforming`).
-        standardize: what happens to the rows of op(A) when they are read: "center" or "scale"
-            (`oocgemm.jobs.transforming`), or nothing if it is empty.
-        constant: what becomes of scaled rows of equal elements.
-        kept: the numbers of the rows that are used; None for all.
-        known: if it is set, the product is that of the genotypes that are known.
+    - `given`: what the caller passed, with paths and URLs as text.
+    - `op`: what is multiplied: the matrix, its transpose or its conjugate transpose.
+    - `transform`: of its elements. For X of a `Chain`, it has one center and one scale per column of X.
+    - `impute`: whether missing genotypes in a .bed file are replaced by means.
+    - `standardize`: "center" or "scale" for rows of op(A) that are standardized; "" for others.
+    - `constant`: what becomes of scaled rows of equal elements.
+    - `kept`: the numbers of the rows that are used; None for all.
+    - `known`: if it is set, the product is that of the genotypes that are known.
     """
 
     given: Any
@@ -424,14 +402,11 @@ class Durability:
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options, and `with_options` takes their names.
 
-    Attributes:
-        a, b: the operands. B is the same one as A in a Gram matrix, and may be if C is not stored.
-        into: what becomes of C.
-        epilogue: changes C before it is stored, selected or reduced.
-        decode: if not, stored numbers are taken as they are, whatever the attributes of an operand declare
-            (`oocgemm.stores.declared`).
-        planned: the plan to run. Without one, the run is planned when it starts.
-        slicing: the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.part`).
+    - `a`, `b`: the operands. B is the same one as A in a Gram matrix, and may be if C is not stored.
+    - `into`: what becomes of C. `epilogue` changes C before that.
+    - `decode`: if not, stored numbers are taken as they are, whatever an operand declares.
+    - `planned`: the plan to run. Without one, the run is planned when it starts.
+    - `slicing`: the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.part`).
     """
 
     a: Source
@@ -504,11 +479,6 @@ class Request:
         """Return the request with other fields of both operands."""
         return replace(self, a=replace(self.a, **changes), b=replace(self.b, **changes))
 
-    @property
-    def requests_by_operand(self) -> dict[str, int]:
-        """The numbers of requests in flight that the user chose, by operand. Raises `InputError`."""
-        return requests_of(self.requests)
-
 
 # For each option that is part of a field: the field of `Request`, and the name there.
 _PLACES = {
@@ -562,10 +532,7 @@ def unknown_devices() -> InputError:
 
 
 def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | None:
-    """Return the numbers of the devices in an option: "all", a text such as "0,1", or a sequence of numbers.
-
-    Raises `InputError` for anything else.
-    """
+    """Return the numbers of the devices in an option: "all", text such as "0,1", or a sequence of numbers."""
     if devices is None or devices == "all":
         return None if devices is None else "all"
     parts = devices.split(",") if isinstance(devices, str) else list(map(str, devices))
@@ -575,10 +542,7 @@ def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | No
 
 
 def requests_of(given: Requests | None) -> dict[str, int]:
-    """Return the numbers of requests in flight in an option, by operand.
-
-    The option is a number for all operands, or numbers for some, such as "A=128,B=16" or {"A": 128}. Raises
-    `InputError` for anything else.
+    """Return the numbers of requests in flight in an option, by operand. Raises `InputError` for a wrong one.
 
     >>> requests_of("A=128,B=16"), requests_of(64), requests_of(None)
     ({'A': 128, 'B': 16}, {'A': 64, 'B': 64, 'C': 64}, {})

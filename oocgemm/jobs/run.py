@@ -358,7 +358,6 @@ def remember(job: PreparedRun, engine: Backend) -> None:
 
 
 def forget() -> None:
-    """Forget what was prepared."""
     _recent.clear()
 
 
@@ -396,8 +395,7 @@ class PreparedJob:
     """A request whose backend and operands are open, checked and planned. It can run once.
 
     The constructor imports the packages that the request needs, and then starts the clock for T, the wall
-    time of the run, unless the run has begun. It writes nothing. It raises what `prepare` raises, and
-    `BackendError` if the backend is unavailable.
+    time of the run, unless the run has begun. It writes nothing.
     """
 
     def __init__(self, request: Request, begun: Begun | None = None) -> None:
@@ -428,15 +426,11 @@ class PreparedJob:
         """Run the job until C is durable.
 
         Call it by `threads.shielded` or `threads.shielded_here`: the exception of a signal handler could
-        interrupt the release of memory and threads.
-
-        Args:
-            progress: called with the plan; returns a function that is called with every finished operation.
-            cancel: lets another thread stop the run. That thread passes an error, which is raised here.
-
-        Raises:
-            OutOfMemoryError: the memory of the plan cannot be allocated. Nothing was written.
-            ExecutionError: the run failed.
+        interrupt the release of memory and threads. `progress` is called with the plan, and returns a
+        function that is called with every finished operation. `cancel` lets another thread stop the run by an
+        error, which is raised here.
+        Raises `OutOfMemoryError` if the memory of the plan cannot be allocated and nothing was written, and
+        `ExecutionError` if the run failed.
         """
         handled = sys.exception()
         try:
@@ -455,7 +449,6 @@ class PreparedJob:
         return Result(matrix, job.plan, log, job.request.a.kept)
 
     def _devices(self) -> list[dict[str, str]]:
-        """Return the descriptions of the devices."""
         if isinstance(self._engine, backends.Devices):
             return self._engine.described()
         return [{"number": str(self._request.where.device)} | self._engine.describe()]
@@ -480,8 +473,8 @@ class PreparedJob:
     def _take_memory(self) -> tuple[PreparedRun, Prefetch | None]:
         """Allocate the memory of the plan before anything is written; return the job and its session.
 
-        If the plan no longer fits, since other programs have allocated memory, the job is planned once more:
-        default budgets are shares of the free memory. The session is None if no tile is left to compute.
+        If the plan no longer fits, since other programs have allocated memory, the job is planned once more.
+        The session is None if no tile is left to compute.
         """
         job, request = self._job, self._request
         if self._begun is not None:
@@ -506,8 +499,7 @@ def run_again(
 ) -> Result | None:
     """Run a request that is like a recent one. Return None if it must be prepared anew.
 
-    The GPU begins to copy blocks before the rest of the run is prepared. Call it as `PreparedJob.run`, which
-    it calls. T begins at the time `origin`.
+    The GPU begins to copy blocks before the rest of the run is prepared. T begins at the time `origin`.
     """
     job = recent.job(request)
     if job is None:
@@ -525,20 +517,17 @@ def run_again(
 
 
 def _opened(engine: Backend, plan: planning.Plan, request: Request) -> Prefetch:
-    """Allocate the memory of a plan. Raises `OutOfMemoryError`."""
     check_memory(plan, request)
     return Prefetch(engine.open(plan, request.where.kernel))
 
 
 def _open(request: Request) -> Backend:
-    """Open the device or the devices of a request."""
     if request.where.devices is None:
         return backends.open_backend(request.where.backend, request.where.device)
     return backends.open_devices(request.where.backend, request.where.devices)
 
 
 def _log_plan(plan: planning.Plan) -> None:
-    """Log the tile, the steps and the budgets of a plan before it runs."""
     if not logger.isEnabledFor(logging.INFO):
         return
     budgets = f"{format_size(plan.budgets.device)} and {format_size(plan.budgets.host)}"
@@ -607,7 +596,6 @@ def _plan_alone(request: Request) -> Plan:
 
 
 def run_request(request: Request) -> Result:
-    """Run a request, and return its result."""
     _check_genotypes(request)
     if request.where.is_distributed:
         from oocgemm.distributed.distribute import run_distributed
@@ -624,8 +612,8 @@ def run_request(request: Request) -> Result:
 def run_side_by_side(requests: Sequence[Request], lanes: int, take: Callable[[Result], None]) -> None:
     """Run requests that need no others, `lanes` of them at the same time.
 
-    Request number p runs in lane p modulo `lanes`, after those before it in this lane. `take` is called with
-    the results, in the order of the requests. The first failure stops all of them, and is raised.
+    Request number p runs in lane p modulo `lanes`. `take` is called with the results, in the order of the
+    requests. The first failure stops all of them, and is raised.
     """
 
     def run(progress: Progress | None, cancel: Cancel) -> None:

@@ -148,13 +148,6 @@ def genotype_counts(matrix: Genotypes, memory: int) -> Array:
 
     Words of 32 genotypes are counted by their bits: a high bit alone stands for 1, a low bit alone for a
     missing genotype, both for 0. So this is much faster than a pass over the elements.
-
-    Args:
-        matrix: the genotypes.
-        memory: upper bound in bytes for the pass, unless one thread needs more.
-
-    Raises:
-        ExecutionError: the file cannot be read.
     """
     packed = matrix.packed()
     variants, width = packed.shape
@@ -290,9 +283,8 @@ def stats_of(
 ) -> Stats:
     """Return the statistics of an open matrix along `axis`, from the cache or by a pass in `memory` bytes.
 
-    Of `transform`, only the code of missing elements and `log1p` matter. Without `extremes`, the caller does
-    not use `min` and `max`, which are then not found unless the statistics are cached. With `sweep`, the pass
-    is one on a device, if it can be.
+    Of `transform`, only the code of missing elements and `log1p` matter. Without `extremes`, `min` and `max`
+    are found only if the statistics are cached. With `sweep`, the pass is one on a device, if it can be.
     """
     code = transform.code(matrix.name, matrix.dtype)
     place = _place(matrix, axis, code, transform.log1p)
@@ -328,8 +320,6 @@ def swept(
     """Return statistics that the device of a backend finds; None if the host shall find them.
 
     The blocks that the device reads, and so the bits of the result, depend on the matrix alone.
-
-    Raises `ExecutionError` if a block cannot be read.
     """
     chain = chain_of(matrix)
     source = matrix if chain is None else chain.source
@@ -414,14 +404,9 @@ def _save(place: Path, found: Stats) -> None:
 def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bool = False) -> Array:
     """Return 1 / norm of each row of op(matrix), or of each column if it is the `right` operand.
 
-    They are found by a pass over the matrix in `memory` bytes. That of a zero row is 0, so that its cosines
-    are 0, as those of scikit-learn. `remedy` says what else the user can do about a row with Inf or NaN.
-
-    Squares are added up in float64, in an order that depends on the matrix alone.
-
-    Raises:
-        InputError: a row has elements that are Inf or NaN, or is so small that its square underflows.
-        ExecutionError: the matrix cannot be read.
+    That of a zero row is 0, so that its cosines are 0, as those of scikit-learn. Squares are added up in
+    float64, in an order that depends on the matrix alone. Raises `InputError` if a row has elements that are
+    Inf or NaN, which `remedy` ends, or is so small that its square underflows.
     """
     line = "column" if right else "row"
     sizes = squares(matrix, int(op.swaps == right), memory)
@@ -463,10 +448,7 @@ def check_range(problem: GemmProblem, rows: Array, cols: Array) -> None:
 
 
 def factors(matrix: Matrix) -> Array:
-    """Return what correlations of each line of a `standardized` matrix are multiplied by.
-
-    It is 1, or NaN for a line of equal elements.
-    """
+    """Return 1 for each line of a `standardized` matrix, or NaN for a line of equal elements."""
     chain = chain_of(matrix)
     inverse = None if chain is None else chain.number("scale")
     assert inverse is not None, "lines are not scaled"
@@ -477,7 +459,7 @@ def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix,
     """Return E and 1 / norm of each of its rows, by which rows and columns of E E^T are multiplied.
 
     If products of rows could leave the range of float32, each row is multiplied by a power of 2 when it is
-    read, which rounds nothing. `memory`, and the errors that are raised, are those of `inverse_norms`.
+    read, which rounds nothing.
     """
     scales = inverse_norms(e, problem.trans_a, memory, "pass metric='dot' (--metric dot)")
     inside = (scales == 0) | ((scales > 1 / MAX_NORM) & (scales < 1 / MIN_NORM))
@@ -591,15 +573,7 @@ def largest(matrix: Matrix, axis: int, memory: int) -> Array:
 def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Correction:
     """Return (rows, cols) if C is corrected: rows[i] + cols[j] is subtracted from it; otherwise None.
 
-    None also if the device finds them.
-
-    Args:
-        problem: the product.
-        a, b: its operands, which can be read.
-        memory: upper bound in bytes for the passes over them.
-
-    Raises:
-        ExecutionError: an operand cannot be read.
+    None also if the device finds them. Passes over A and B, which can be read, take up to `memory` bytes.
     """
     if not problem.is_corrected or not problem.depth or problem.finds_numbers:
         return None
@@ -641,10 +615,7 @@ def _product(matrix: Matrix, k_axis: int, vector: Array, memory: int) -> Array:
 def epilogue_numbers(
     problem: GemmProblem, given: Epilogue, a: Matrix, b: Matrix, memory: int
 ) -> tuple[LineNumbers, ...]:
-    """Return the numbers of each step. Norms take passes over the operands, in `memory` bytes.
-
-    Raises `InputError` if a norm is Inf or NaN, and `ExecutionError` if an operand cannot be read.
-    """
+    """Return the numbers of each step. Norms take passes over the operands, in `memory` bytes."""
     found = list[LineNumbers]()
     for step in given:
         match step:

@@ -111,7 +111,6 @@ class Squared:
 
     @property
     def step(self) -> Step:
-        """The step of the chain."""
         return Step("squared", value=self.bias)
 
 
@@ -123,7 +122,6 @@ class Within:
 
     @property
     def step(self) -> Step:
-        """The step of the chain. Its numbers are the indices of rows and columns."""
         return Step("within", True, True, self.window)
 
 
@@ -154,16 +152,10 @@ def steps_of(given: Epilogue | None) -> tuple[AnyStep, ...]:
 
 
 def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> GemmProblem:
-    """Return the problem with an epilogue.
+    """Return the problem with an epilogue. Raises `InputError` if a step cannot be applied to C.
 
-    Args:
-        problem: the product.
-        given: what the caller passed.
-        casts: whether C's dtype is still to be chosen. Then it is that of the last `Cast`, if there is one,
-            and float64 for int8 operands.
-
-    Raises:
-        InputError: a step cannot be applied to C.
+    If `casts`, C's dtype is still to be chosen. Then it is that of the last `Cast`, if there is one, and
+    float64 for int8 operands.
     """
     if not given:
         return problem

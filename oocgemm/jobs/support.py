@@ -114,11 +114,10 @@ OPTIONS: Mapping[str, str] = {
 class Verb(NamedTuple):
     """What the package knows of a verb, beside its function and its options (`oocgemm.jobs.options`).
 
-    Attributes:
-        uses: the features that it uses, beside those of its options.
-        command: its summary, if the command line has a command ``oocgemm VERB X OUT`` for it that calls the
-            function for X and saves the result at OUT (`oocgemm.cli.statistics`). Other commands have
-            functions of their own.
+    - `uses`: the features that it uses, beside those of its options.
+    - `command`: its summary, if the command line has a command ``oocgemm VERB X OUT`` for it that calls the
+      function for X and saves the result at OUT (`oocgemm.cli.statistics`). Others have functions of their
+      own.
     """
 
     uses: frozenset[str] = frozenset()

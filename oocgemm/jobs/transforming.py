@@ -48,13 +48,9 @@ _LINES = ("rows", "columns")
 def standardized(matrix: Matrix, how: str, line_axis: int) -> Matrix:
     """Return an operand whose lines are standardized, which can be planned with but not read.
 
-    Args:
-        matrix: the operand.
-        how: "center" to subtract the mean of each line; "scale" to also divide by the norm of the result.
-        line_axis: the axis of the stored matrix that numbers the lines.
-
-    Raises:
-        InputError: the operand is complex.
+    `how` is "center" to subtract the mean of each line, or "scale" to also divide by the norm of the result.
+    `line_axis` is the axis of the stored matrix that numbers the lines. Raises `InputError` for a complex
+    operand.
     """
     if matrix.dtype.kind == "c":
         raise InputError(
@@ -72,10 +68,7 @@ def standardized(matrix: Matrix, how: str, line_axis: int) -> Matrix:
 def _of_lines(matrix: StandardizedMatrix, memory: int, sweep: Sweep | None) -> tuple[Numbers, ...]:
     """Return the numbers that standardize lines. They come from the cache, or from a pass in `memory` bytes.
 
-    Raises:
-        InputError: a line has elements that are Inf or NaN, or differ by too little: they could not be
-            scaled, or its covariances would underflow.
-        ExecutionError: the operand cannot be read.
+    Raises `InputError` if a line has elements that are Inf or NaN, or that differ by too little.
     """
     axis = matrix.line_axis
     found = _stats(matrix.matrix, axis, memory, sweep)
@@ -123,10 +116,7 @@ def _overflowing(squares: Array, dtype: np.dtype[Any]) -> tuple[Array, str]:
 
 
 def varying_lines(matrix: Matrix, axis: int, memory: int) -> Array:
-    """Return the numbers of the lines along an axis whose elements are not all equal; warn of the others.
-
-    Raises `InputError` if there is none, and `ExecutionError` if the matrix cannot be read.
-    """
+    """Return the numbers of the lines along an axis whose elements are not all equal; warn of the others."""
     constant = _constant(_stats(matrix, axis, memory))
     if constant.all():
         raise InputError(f"all {_LINE[axis]}s of {matrix.name} have equal elements: none would be kept")
@@ -173,10 +163,9 @@ def gaps(matrix: Genotypes, memory: int) -> Stats | None:
 
 
 def imputed(matrix: Matrix, memory: int) -> Matrix:
-    """Return a matrix in which missing genotypes of a .bed file are the means of their variants.
+    """Return a matrix in which missing genotypes of a .bed file are the means of their variants, or 0.
 
-    Other matrices, and .bed files without missing genotypes, are returned as they are. A variant without any
-    known genotype becomes 0. Raises `ExecutionError` if the file cannot be read.
+    Other matrices, and .bed files without missing genotypes, are returned as they are.
     """
     found = gaps(matrix, memory) if isinstance(matrix, Genotypes) else None
     if found is None:
@@ -208,12 +197,8 @@ def check_known(
 ) -> None:
     """Raise `InputError` if a .bed file has missing genotypes that its transform does not replace.
 
-    Args:
-        name: of the operand in messages.
-        operand: what was passed for it.
-        transform: of its elements.
-        memory: returns the bytes that the pass may take that counts genotypes, unless counts are cached.
-        remedy: what says how to replace them.
+    `name` is that of the operand in messages, which `remedy` ends. `memory` returns the bytes that the pass
+    may take that counts genotypes, unless counts are cached.
     """
     replaced = isinstance(transform, Transform) and transform.missing == MISSING
     if replaced or not stores.store_of(operand).has_genotypes:
@@ -238,15 +223,8 @@ def transformed(
 ) -> Matrix:
     """Return an operand with its transform, which can be planned with but not read; without one, itself.
 
-    Args:
-        matrix: the operand.
-        transform: of its elements.
-        op: op() of the operand.
-        left: whether it is A, whose op() has k columns, and not B, whose op() has k rows.
-        lines: what the caller calls the indices along k, "rows" or "columns", if not by this matrix.
-
-    Raises:
-        InputError: the transform cannot be applied to the operand.
+    `left` tells whether it is A, whose op() has k columns, and not B, whose op() has k rows. `lines` is what
+    the caller calls the indices along k, "rows" or "columns", if not by this matrix.
     """
     if transform is None:
         return matrix
@@ -267,11 +245,8 @@ def readable(matrix: Matrix, memory: int, sweep: Sweep | None = None) -> Matrix:
     """Return a view that can be read, given an operand that can be planned with. Return others as they are.
 
     If a step needs means or counts, they are taken from the cache, or from a pass over the operand in
-    `memory` bytes, or with `sweep` on a device.
-
-    Raises:
-        InputError: a scale is 0 or unknown, or there are missing elements that are not allowed.
-        ExecutionError: the operand cannot be read.
+    `memory` bytes, or with `sweep` on a device. Raises `InputError` if a scale is 0 or unknown, or there are
+    missing elements that are not allowed.
     """
     chain = chain_of(matrix)
     if chain is None or chain.is_known:
@@ -283,7 +258,6 @@ def readable(matrix: Matrix, memory: int, sweep: Sweep | None = None) -> Matrix:
 
 
 def _of_transform(matrix: TransformedMatrix, memory: int, sweep: Sweep | None) -> tuple[Numbers, ...]:
-    """Return the numbers of a transform."""
     found = None
     if matrix.transform.needs_stats:
         axis, how = 1 - matrix.k_axis, matrix.transform
@@ -299,10 +273,10 @@ _NUMBERS: dict[type[SteppedMatrix], Callable[..., tuple[Numbers, ...]]] = {
 
 
 def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Numbers, ...]:
-    """Return the numbers of each step of a transform.
+    """Return the numbers of each step of a transform. Raises `InputError` if an element has none.
 
-    `found` are the statistics, or None if they are not needed or unknown: numbers that follow from them are
-    then such that nothing changes. Raises `InputError` if they do not give a transform of every element.
+    If `found` is None, statistics are not needed or unknown: numbers from them are then such that nothing
+    changes.
     """
     transform, extent = matrix.transform, matrix.shape[matrix.k_axis]
     zeros, ones = np.broadcast_to(0.0, extent), np.broadcast_to(1.0, extent)
@@ -440,9 +414,8 @@ def _own_numbers(matrix: TransformedMatrix, *names: str) -> str:
 def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmProblem:
     """Return the problem, with the steps of elements that are left to do when panels are in slots.
 
-    A GPU does all steps. Panels then cross the link to it as they are stored. Two kinds of runs need
-    the elements on the host, where all but deferred steps are done when panels are read: those that compute
-    checksums, and emulated products.
+    A GPU does all steps, on panels as they are stored, except for checksums and emulated products. These need
+    the elements on the host, where all but deferred steps are done when panels are read.
     """
     if not problem.depth:
         return problem

@@ -67,8 +67,7 @@ def check_result(job: PreparedRun, result: Matrix, retries: Retries, cancel: Can
 def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
     """Check samples of the result of a run, and return how many, for the report.
 
-    Reads that were tried again are added to `retries`. Raises `ExecutionError` if a sample is wrong, or an
-    operand cannot be read, and the error of `cancel`.
+    Reads that were tried again are added to `retries`. Raises `ExecutionError` if a sample is wrong.
     """
     started = perf_counter()
     problem, selection = job.plan.problem, job.request.into
@@ -105,10 +104,7 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
 
 
 def _as_multiplied(matrix: Matrix, *, distances: bool) -> Matrix:
-    """Return an operand whose elements are those that the product has, with centers subtracted.
-
-    If samples are compared with exact `distances`, the elements are not rounded.
-    """
+    """Return an operand with the elements that the product has, not rounded if `distances` are compared."""
     chain = chain_of(matrix)
     if chain is None:
         return matrix
@@ -168,11 +164,7 @@ def _threads() -> int:
 
 
 def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel) -> None:
-    """Decide on the pairs within the margin of the threshold.
-
-    Reads that were tried again are added to `retries`. Raises `ExecutionError` if an operand cannot be read,
-    and the error of `cancel`.
-    """
+    """Decide on the pairs within the margin of the threshold. Reads tried again are added to `retries`."""
     problem, selection = job.plan.problem, job.request.into
     assert isinstance(selection, Selection)
     near = selection.margin(problem)
@@ -204,7 +196,6 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
 
 
 def _in_float64(matrix: Matrix) -> Matrix:
-    """Return an operand before its elements are rounded to the dtype in which they are multiplied."""
     chain = chain_of(matrix)
     return matrix if chain is None else chain.wide()
 
@@ -559,11 +550,7 @@ def fitting(
 
 
 def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: str) -> None:
-    """Raise `InputError` if C and the old C cannot be compared with the product.
-
-    Their shapes and dtypes must be those of the product, they must be different arrays, and beta != 0
-    requires the old C. `hint` is the end of the message about a wrong shape.
-    """
+    """Raise `InputError` unless C and the old C fit the product. `hint` is for a wrong shape."""
     wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     for matrix in (result, before):
         if matrix is not None and (matrix.shape, matrix.dtype) != wanted:
