@@ -114,7 +114,7 @@ def retries_are_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Python read stored elements, as if there were no compiled code for it."""
-    monkeypatch.setattr("oocgemm.stores.lines.compiled", lambda: None)
+    monkeypatch.setattr("oocgemm.stores.files.compiled", lambda: None)
 
 
 @pytest.fixture(scope="session")

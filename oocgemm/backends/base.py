@@ -36,7 +36,7 @@ from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.tiling import Range, Shape, round_up
 from oocgemm.stores.codecs import Codec, Fetched
-from oocgemm.stores.lines import CachedBlock
+from oocgemm.stores.files import CachedBlock
 from oocgemm.timeline.spans import BusyTime
 
 

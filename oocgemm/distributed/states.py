@@ -21,7 +21,7 @@ from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.planning import Plan
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Collecting, Matrix
-from oocgemm.stores.capabilities import fingerprint_of
+from oocgemm.stores.files import fingerprint_of
 from oocgemm.system.cache import write_whole
 
 STATE = "state"

@@ -19,7 +19,7 @@ from oocgemm.planning.tiling import Range, length
 from oocgemm.stores import BATCH_BYTES, Array, Coded, Collecting, Matrix, in_memory, memory, pieces
 from oocgemm.stores.capabilities import cached_chunks
 from oocgemm.stores.codecs import Codec, Fetched
-from oocgemm.stores.lines import CachedBlock
+from oocgemm.stores.files import CachedBlock
 
 # Maximum and minimum size, in bytes, of the parts into which a block is cut, for stores that can transfer
 # parts of chunks. Within these limits, there is one part per thread. Smaller parts would be slower: passing a

@@ -72,8 +72,7 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import ChangedError, Folder, RemoteFolder
-from oocgemm.stores.capabilities import sync_path
-from oocgemm.stores.files import open_regular, read_regular
+from oocgemm.stores.files import open_regular, read_regular, sync_path
 from oocgemm.system.threads import process_start, running_system, start
 
 LOCK = "lock"

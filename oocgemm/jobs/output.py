@@ -35,7 +35,8 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.arrays import RankedMatrix, SparseMatrix
 from oocgemm.stores.base import Folder
-from oocgemm.stores.capabilities import DATA, SIDECAR, Durable, ResumableMatrix, sync_path
+from oocgemm.stores.capabilities import DATA, SIDECAR, Durable, ResumableMatrix
+from oocgemm.stores.files import sync_path
 from oocgemm.system.installed import __version__
 from oocgemm.system.resources import available_for, available_memory
 

@@ -55,8 +55,8 @@ from oocgemm.planning import Op
 from oocgemm.planning.tiling import Range, ceil_div, round_up
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Genotypes, Matrix
-from oocgemm.stores.capabilities import MISSING, sync_path
-from oocgemm.stores.files import open_regular
+from oocgemm.stores.capabilities import MISSING
+from oocgemm.stores.files import open_regular, sync_path
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import chain_of
 

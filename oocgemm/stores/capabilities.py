@@ -41,16 +41,11 @@ by size and modification time, and the resumed run compares these fingerprints w
 be resumed: `no_room` says how many bytes are missing.
 """
 
-import ctypes
 import errno
-import hashlib
 import os
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, _ProtocolMeta, runtime_checkable
 
@@ -62,9 +57,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array, Matrix
 from oocgemm.stores.codecs import Fetched
-from oocgemm.stores.files import padded
-from oocgemm.stores.lines import CachedChunks, name_parts
-from oocgemm.system.installed import compiled
+from oocgemm.stores.files import CachedChunks, padded
 
 # The element that stands for a missing genotype.
 MISSING = -1
@@ -271,114 +264,6 @@ def span(matrix: Matrix) -> tuple[int, int]:
 SIDECAR = ".oocgemm"
 # In the journal's folder, a new .npy file has this name until it is complete.
 DATA = "data.npy"
-# The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly
-# spread ones, since reading the status of every file would take too long.
-MAX_FINGERPRINTED = 10_000
-# More than MIN_SYNCED files and folders are flushed by up to MAX_SYNCED threads. Fewer are flushed before the
-# threads have started.
-MIN_SYNCED, MAX_SYNCED = 12, 16
-
-
-def sync_files(root: Path, names: Collection[str]) -> None:
-    """Flush files, the folders that contain them, and the folders above up to `root`. Raises `OSError`.
-
-    The `names` are relative to the folder `root`. A missing file is not an error: zarr need not store a chunk
-    whose elements all have the fill value.
-    """
-    _sync_all([*(root / name for name in names), *_folders(root, names)])
-
-
-def sync_names(root: Path, names: Collection[str]) -> None:
-    """Flush the directory entries of files, but not their contents. Raises `OSError`.
-
-    The `names` are relative to the folder `root`. All folders from the files up to `root` are flushed.
-    """
-    _sync_all(_folders(root, names))
-
-
-def _folders(root: Path, names: Collection[str]) -> list[Path]:
-    """Return the folders from files up to `root`. The `names` of the files are relative to `root`."""
-    folders = {root}
-    for parent in {(root / name).parent for name in names}:
-        folders |= {folder for folder in (parent, *parent.parents) if root in folder.parents}
-    return sorted(folders)
-
-
-def _sync_all(paths: Collection[Path]) -> None:
-    """Flush files and folders, except missing ones. Raises `OSError`.
-
-    Many are flushed at the same time: the system then joins their requests to the disk to write out its
-    cache. Each of these takes milliseconds, and delays writes of other blocks.
-    """
-
-    def sync(path: Path) -> None:
-        with suppress(FileNotFoundError):
-            sync_path(path)
-
-    if len(paths) > MIN_SYNCED:
-        # If the system refuses a thread, this one flushes all.
-        with suppress(RuntimeError), ThreadPoolExecutor(MAX_SYNCED, "oocgemm-sync") as pool:
-            deque(pool.map(sync, paths), maxlen=0)  # raises the first error
-            return
-    for path in paths:
-        sync(path)
-
-
-def sync_path(path: Path) -> None:
-    """Flush the content of one file, or the directory entries of one folder.
-
-    Raises `OSError`, which names the file or folder.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def fingerprint_of(paths: Iterable[str | Path]) -> str:
-    """Return a digest of the sizes and modification times of files, and of which files are missing."""
-    return fingerprints(paths)["content"]
-
-
-def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
-    """Return two digests of the status of files.
-
-    "content" is a digest of sizes and modification times, and "changes" of the inode change times (ctime). A
-    program can write to a file and restore its modification time, but it cannot set the ctime. Yet the ctime
-    also changes without a write, for example on chmod. So if only "changes" differs, the user must decide
-    whether the content is the same.
-    """
-    content, changes = list[bytes](), list[bytes]()
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except OSError:  # "-" stands for a missing or inaccessible file
-            content.append(b"-")
-            changes.append(b"-")
-        else:
-            content.append(b"%d %d;" % (status.st_size, status.st_mtime_ns))
-            changes.append(b"%d;" % status.st_ctime_ns)
-    return digests(b"".join(content), b"".join(changes))
-
-
-def digests(content: bytes, changes: bytes) -> dict[str, str]:
-    """Return what `fingerprints` returns, given the status of the files as text."""
-    texts = {"content": content, "changes": changes}
-    return {name: hashlib.sha256(text).hexdigest()[:32] for name, text in texts.items()}
-
-
-def selection(down: int, across: int) -> range:
-    """Return the numbers of the chunks that a fingerprint covers, in a grid of `down` x `across` chunks.
-
-    Chunks are counted row by row. If the grid has more than `MAX_FINGERPRINTED`, choose at most that many,
-    evenly spread. Otherwise choose all.
-    """
-    count = down * across
-    return range(0, count, max(1, -(-count // MAX_FINGERPRINTED)))
 
 
 def found_locally(path: str) -> bool:
@@ -393,65 +278,6 @@ def found_locally(path: str) -> bool:
     except OSError:
         pass
     return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
-
-
-def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
-    """Return the path of the redo file for a block of a .npy file. Its name contains the rows and columns.
-
-    A redo file contains the new content of the block, which the .npy file does not contain yet.
-    """
-    return folder / "-".join(map(str, (*rows, *cols)))
-
-
-def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
-    """Return the redo files in `folder` for blocks inside the block `rows` x `cols`.
-
-    Each is returned as (path, rows, columns). A redo file contains the new content of one block, which the
-    .npy file does not contain yet.
-    """
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        parts = path.name.split("-")
-        if len(parts) == 4 and all(part.isdecimal() for part in parts):
-            top, bottom, left, right = map(int, parts)
-            if rows[0] <= top and bottom <= rows[1] and cols[0] <= left and right <= cols[1]:
-                found.append((path, (top, bottom), (left, right)))
-    return found
-
-
-# `OOC_STATUS_BYTES` of `kernels/host/chunks.h`.
-STATUS_BYTES = 48
-# A thread reads the statuses of at least this many files, which takes 1 to 2 ms.
-MIN_FILES = 512
-
-
-def chunk_fingerprints(
-    folder: Path, key: Callable[[tuple[int, int]], str], grid: tuple[int, int]
-) -> dict[str, str]:
-    """Return the `fingerprints` of the files of a grid of chunks, or of some of them if there are many.
-
-    `key` returns the name of a file in `folder`, given the indices of its chunk.
-    """
-    library, parts, chosen = compiled(), name_parts(key), selection(*grid)
-    if library is None or parts is None:
-        return fingerprints(f"{folder}/{key(divmod(number, grid[1]))}" for number in chosen)
-    path, separator = os.fsencode(f"{folder}/{parts[0]}"), parts[1].encode()
-
-    def statuses(some: range) -> tuple[bytes, bytes]:
-        content, changes = (ctypes.create_string_buffer(STATUS_BYTES * len(some) + 1) for _ in range(2))
-        numbers = map(ctypes.c_int64, (some.start, some.stop, some.step, grid[1]))
-        library.ooc_stat_chunks(path, separator, *numbers, content, changes)
-        return content.value, changes.value
-
-    threads = min(len(os.sched_getaffinity(0)), len(chosen) // MIN_FILES)
-    if threads > 1:
-        each = -(-len(chosen) // threads)
-        # If no thread can be started, this one does all.
-        with suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:
-            found = pool.map(statuses, (chosen[at : at + each] for at in range(0, len(chosen), each)))
-            content, changes = (b"".join(texts) for texts in zip(*found, strict=True))
-            return digests(content, changes)
-    return digests(*statuses(chosen))
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a write for which the disk or quota is too small

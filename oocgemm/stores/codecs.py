@@ -31,14 +31,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import padded, scratch, sector_aligned
+from oocgemm.stores.files import padded, scratch
 
 # Decompresses data into memory, and releases the GIL meanwhile. The arguments are the address and the size of
 # the data, and the address and the size of the memory. Returns whether the memory was filled. It is not if
@@ -380,11 +380,6 @@ CHECKSUM_BYTES = 4
 # A CRC (crc32c) is computed in parts of this many bytes, if a call keeps the GIL: a single call for a whole
 # chunk would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20
-# If the rows of a chunk are not adjacent in memory and have fewer bytes than this, they are copied together
-# before they are written: direct I/O takes a segment per row. On two Zen 5 cores with a virtual disk, rows of
-# 2 KiB were written at 1.4 GB/s, and after a copy at 2.9; on a host of an H100 at 1.2 and 1.8. Rows of 8 KiB
-# were written as fast without the copy.
-MIN_DIRECT_ROW = 8 << 10
 
 
 def unavailable(stated: Any) -> str:
@@ -425,12 +420,12 @@ class Encoding:
     compressor: Any = None
     checksum: bool = False
 
-    @property
+    @cached_property
     def raw(self) -> bool:
         """Whether the stored bytes are just the elements, so that parts of a chunk can be read alone."""
         return self.compressor is None and not self.checksum
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         """Whether the decompressed bytes are a C-contiguous array in native byte order.
 
@@ -500,19 +495,13 @@ class Encoding:
             np.copyto(out, elements[wanted], casting="equiv")
 
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
-        """Encode a chunk. Return an array that begins with the bytes to store, and the number of these bytes.
+        """Encode a chunk. Return an array that begins with the stored bytes, and the number of these bytes.
 
-        `shape` is the shape of the chunk. `part` contains the elements of the chunk that are inside the
-        matrix. All others get the value `fill`.
-
-        The returned array is `part` itself, or scratch memory of this thread that is valid only until the
-        next call. Direct I/O can write it.
+        `shape` is that of the chunk. Elements that `part`, those inside the matrix, lacks are `fill`. The
+        array is scratch memory of this thread, valid until the next call. Direct I/O can write it.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place
-        long = part.flags.c_contiguous or part.shape[1] * part.itemsize >= MIN_DIRECT_ROW
-        if unchanged and self.raw and long and sector_aligned(part):
-            return part, size
         if unchanged and self.compressor is not None and part.flags.c_contiguous:
             elements = part
         else:

@@ -11,30 +11,40 @@ be read past the page cache by direct I/O, because filling the page cache can ta
 the disk needs to deliver the data. In a virtual machine with an H200 and 16 cores, twelve threads copied 26
 GB/s from mappings into pinned memory while a GPU copied from there. preadv alone gave 41 GB/s.
 
+*Page cache.* Compiled code reads what the page cache contains of uncompressed chunks, without the GIL: one
+call reads a block of any number of chunks (`CachedChunks`), of files that are as large as they should be.
+Everything else is left to the caller.
+
 *Writing.* Files are written by direct I/O where the memory and the file system allow it. It takes less
-processor time than writes to the page cache, and leaves the page cache to other data.
+processor time than writes to the page cache, and leaves the page cache to other data. Files are flushed
+(`sync_files`), and fingerprinted by size and modification time, to notice later changes.
 """
 
-import contextlib
 import ctypes
 import errno
+import hashlib
 import mmap
 import os
 import stat
 import sys
 import threading
 import uuid
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from oocgemm.planning.layout import SHORT_LINE
+from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
+from oocgemm.system.installed import compiled
 from oocgemm.system.resources import memory_limit
 
 # A call that takes more seconds than this is slow. After this many slow calls in a row, the GIL is released.
@@ -59,18 +69,13 @@ class RefusedFileError(PermissionError):
 
 def confine(roots: Iterable[str]) -> None:
     """Refuse, in this process from now on, files below one of these folders that are links out of it."""
-    from oocgemm.system.installed import compiled
-
     _roots[:] = roots
     if (library := compiled()) is not None:
         library.ooc_refuse_links(bool(_roots))  # it leaves them to this module
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file; return its descriptor. It can be the `opener` of Python's `open`.
-
-    Raises `RefusedFileError`, or another `OSError`.
-    """
+    """Open a regular file; return its descriptor. Raises `RefusedFileError`, or another `OSError`."""
     try:
         mode = (0o666,) if flags & os.O_CREAT else ()
         descriptor = os.open(path, flags | FLAGS, *mode)
@@ -82,10 +87,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise `RefusedFileError` or `IsADirectoryError` for what is at a path and is not a regular file.
-
-    This is for files that another library opens. That it finds the same file is not certain.
-    """
+    """Raise `RefusedFileError` or `IsADirectoryError` for what another library shall not open."""
     try:
         os.close(open_regular(path))
     except (RefusedFileError, IsADirectoryError):
@@ -133,15 +135,12 @@ class Opener:
     @staticmethod
     def without_readahead(descriptor: int) -> None:
         """Switch readahead off for an open file. This takes less than a microsecond."""
-        if _library is None:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        else:
-            _library.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        (_library or os).posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     @staticmethod
     def close(descriptor: int) -> None:
         """Close a file."""
-        (os if _library is None else _library).close(descriptor)
+        (_library or os).close(descriptor)
 
 
 def _check(descriptor: int, mode: int, device: int, path: str | Path) -> None:
@@ -253,11 +252,7 @@ _of_thread = threading.local()
 
 
 def scratch(size: int, use: str = "scratch") -> Array:
-    """Return the scratch buffer of the calling thread for a use: a page-aligned array of `size` bytes.
-
-    Every call in the same thread for the same use returns the same memory, so the content is valid only until
-    the next call. Raises `MemoryError`.
-    """
+    """Return `size` bytes, page-aligned, which the thread gets again for the next call with this `use`."""
     buffer: Array | None = getattr(_of_thread, use, None)
     if buffer is None or buffer.size < size:
         buffer = None
@@ -308,26 +303,15 @@ class OpenFile:
         return np.frombuffer(view, np.uint8, length, before)
 
     def cached(self, offsets: list[int]) -> bool:
-        """Return whether the page cache contains the pages at all these offsets of the file.
-
-        The offsets are in ascending order. The check loads no page. Where the system cannot tell, the answer
-        is True.
-        """
+        """Return whether the page cache has the pages at all these ascending offsets; True if unknown."""
         if _mincore is None or offsets[-1] >= self.size:
             return True
         view, before = self._map(offsets[0], offsets[-1] + 1 - offsets[0])
-        page, start = (ctypes.c_ubyte * 1)(), _address(view) + before - offsets[0]
-        for offset in offsets:
-            place = (start + offset) // mmap.PAGESIZE * mmap.PAGESIZE
-            if _mincore(place, 1, ctypes.addressof(page)) or not page[0] & 1:
-                return False
-        return True
+        start = _address(view) + before - offsets[0]
+        return all(_is_resident(start + offset, on_error=False) for offset in offsets)
 
     def _map(self, offset: int, length: int) -> tuple[mmap.mmap, int]:
-        """Map a part of the file into memory. Return the mapping and the position of the part in it.
-
-        A mapping begins at a multiple of the page size, so it may begin before the part.
-        """
+        """Map a part of the file. Return the mapping, which begins at a page, and the part's place in it."""
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             view = mmap.mmap(self.descriptor, offset + length - start, prot=mmap.PROT_READ, offset=start)
@@ -342,7 +326,7 @@ class OpenFile:
         can avoid it: sector-aligned rows are read by direct I/O, and for other rows the system removes the
         pages after the read. Raises `EOFError` if the file is too short.
         """
-        done = flags = 0
+        flags, direct = 0, list[Array]()
         large = MIN_DIRECT <= out.nbytes <= self.size - offset
         maps = not many_cores()
         if large and (past_cache or maps):
@@ -362,8 +346,7 @@ class OpenFile:
         if past_cache and large:
             flags = _RWF_DONTCACHE
             direct = _sectors(rows) if O_DIRECT and offset % SECTOR == 0 else []
-            if direct:
-                done = self._read_past_cache(direct, offset)
+        done = self._read_past_cache(direct, offset) if direct else 0
         try:
             done = _fill(self.descriptor, rows, offset, done, flags)
         except OSError:
@@ -374,17 +357,10 @@ class OpenFile:
             raise EOFError(f"ends {out.nbytes - done} bytes too early")
 
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
-        """Fill rows by direct I/O. Return the number of bytes read, or 0 after any error.
-
-        The caller reads the remaining bytes through the page cache. An error that is not caused by direct I/O
-        occurs again there, and is raised.
-        """
-        with contextlib.suppress(OSError):
-            descriptor = open_regular(self.path, os.O_RDONLY | O_DIRECT)
-            try:
-                return _fill(descriptor, rows, offset)
-            finally:
-                os.close(descriptor)
+        """Fill rows by direct I/O. Return the number of bytes read."""
+        # After an error, the caller reads all through the page cache. Another error occurs again there.
+        with suppress(OSError), os.fdopen(open_regular(self.path, os.O_RDONLY | O_DIRECT), "rb", 0) as file:
+            return _fill(file.fileno(), rows, offset)
         return 0
 
 
@@ -394,29 +370,25 @@ def many_cores() -> bool:
 
 
 def advise(view: mmap.mmap, advice: int | None, start: int = 0, length: int | None = None) -> None:
-    """Call madvise for a page-aligned part of a mapping. Do nothing if the system does not have this advice.
-
-    Unlike `mmap.madvise`, this releases the GIL, since faulting in many pages takes milliseconds.
-    """
+    """Call madvise for a page-aligned part of a mapping, if the system has this advice. Releases the GIL."""
     if _madvise is not None and advice is not None:
         _madvise(_address(view) + start, len(view) - start if length is None else length, advice)
 
 
 def resident(address: int, size: int) -> bool:
-    """Estimate whether at least half of the pages in a range of addresses are in memory.
+    """Estimate, by a sample, whether at least half of the pages in a range of addresses are in memory."""
+    step = size // SAMPLED_PAGES // mmap.PAGESIZE * mmap.PAGESIZE
+    found = [_is_resident(address + number * step, on_error=True) for number in range(SAMPLED_PAGES)]
+    return 2 * sum(found) >= SAMPLED_PAGES
 
-    Pages of a mapped file are in memory if the page cache contains them. The function checks `SAMPLED_PAGES`
-    pages of the range, and loads none. Where the system cannot tell, the answer is True.
-    """
+
+def _is_resident(address: int, *, on_error: bool) -> bool:
+    """Return whether the page at an address is in memory; `on_error` if mincore fails."""
     if _mincore is None:
         return True
-    flags = (ctypes.c_ubyte * SAMPLED_PAGES)()
-    address_of_flags = ctypes.addressof(flags)
-    step = size // SAMPLED_PAGES // mmap.PAGESIZE * mmap.PAGESIZE
-    for number in range(SAMPLED_PAGES):
-        if _mincore(address + number * step, 1, address_of_flags + number):
-            return True
-    return 2 * sum(flag & 1 for flag in flags) >= SAMPLED_PAGES
+    flag = ctypes.c_ubyte()
+    failed = _mincore(address // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.addressof(flag))
+    return on_error if failed else bool(flag.value & 1)
 
 
 def worth_caching(size: int) -> bool:
@@ -425,10 +397,7 @@ def worth_caching(size: int) -> bool:
 
 
 def folder_mtime(folder: str | Path) -> int | None:
-    """Return the modification time of a folder in nanoseconds; None for a missing or unreadable folder.
-
-    The time changes when a file in the folder is created, deleted or renamed.
-    """
+    """Return the modification time of a folder in nanoseconds; None if it is missing or unreadable."""
     try:
         return os.stat(folder).st_mtime_ns
     except OSError:
@@ -449,18 +418,14 @@ def sector_aligned(data: Array) -> bool:
 
 
 def segments(data: Array) -> list[Array]:
-    """Return the rows of an array as arrays of bytes. If the whole array is contiguous, return one array."""
+    """Return the rows of an array as arrays of bytes, or the whole array as one if it is contiguous."""
     if data.flags.c_contiguous:
         return [data.reshape(-1).view(np.uint8)]
     return list(data.view(np.uint8))
 
 
 def _sectors(rows: list[Array]) -> list[Array]:
-    """Return the rows that direct I/O can fill or write; [] if it can use none.
-
-    `rows` have equal lengths and equal distances in memory. In memory, direct I/O needs rows that begin and
-    end at multiples of `SECTOR`. A single row is cut to whole sectors.
-    """
+    """Return the rows, all alike, that direct I/O can fill or write, a single one cut to sectors; or []."""
     if rows[0].ctypes.data % SECTOR:
         return []
     if len(rows) == 1:
@@ -471,22 +436,14 @@ def _sectors(rows: list[Array]) -> list[Array]:
 
 
 def rest_of(rows: list[Array], done: int) -> list[Any]:
-    """Return the buffers for the next call of preadv or pwritev. Earlier calls transferred `done` bytes.
-
-    All rows have the same length. Rows that were transferred are left out, and so is the transferred part of
-    the next row. At most `SEGMENTS` buffers are returned.
-    """
+    """Return the buffers for the next preadv or pwritev of rows of equal length, after `done` bytes."""
     whole, part = divmod(done, rows[0].nbytes)
     rest = rows[whole : whole + SEGMENTS]
     return [rest[0][part:], *rest[1:]] if part else rest
 
 
 def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags: int = 0) -> int:
-    """Fill rows of equal length with the bytes of a file from `offset` on.
-
-    The first `done` bytes of the rows are filled already. Return the number of filled bytes, including these.
-    It is less than the size of all rows only if the file is too short.
-    """
+    """Fill rows of equal length, but for the first `done` bytes, from a file. Return how many are filled."""
     total = len(rows) * rows[0].nbytes
     while done < total:
         got = os.preadv(descriptor, rest_of(rows, done), offset + done, flags)
@@ -498,19 +455,15 @@ def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags:
 
 def read_fully(descriptor: int, buffer: Any, offset: int) -> None:
     """Fill an array of bytes from an offset of a file. Raises `EOFError` if the file is too short."""
-    done = 0
-    while done < buffer.nbytes:
-        got = os.preadv(descriptor, [buffer[done:]], offset + done)
-        if not got:
-            raise EOFError(f"ends before byte {offset + buffer.nbytes}")
-        done += got
+    if buffer.nbytes and _fill(descriptor, [buffer], offset) < buffer.nbytes:
+        raise EOFError(f"ends before byte {offset + buffer.nbytes}")
 
 
-def write_fully(descriptor: int, buffer: Any, offset: int) -> None:
-    """Write an array of bytes at an offset of a file."""
-    done = 0
-    while done < buffer.nbytes:
-        done += os.pwritev(descriptor, [buffer[done:]], offset + done)
+def write_fully(descriptor: int, data: Array, offset: int = 0) -> None:
+    """Write the bytes of an array, whose rows must be contiguous, at an offset of a file."""
+    rows, done = segments(data), 0
+    while done < data.nbytes:
+        done += os.pwritev(descriptor, rest_of(rows, done), offset + done)
 
 
 def _address(view: mmap.mmap) -> int:
@@ -545,27 +498,23 @@ def publish(path: Path, data: Array, size: int, root: Path) -> None:
         _write(temporary, data, size)
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             temporary.unlink()
         raise
 
 
 def overwrite(path: Path, data: Array) -> bool:
-    """Overwrite a file of the size of `data` in place, by direct I/O. Return whether that was possible.
-
-    It keeps its blocks on the disk. To allocate others and free these can take as long as the write itself.
-    It is not possible if `data` is not sector-aligned, or the file is not regular or has several names.
-    """
+    """Overwrite a file of the size of `data` in place, by direct I/O. Return whether that was possible."""
     if not O_DIRECT or not sector_aligned(data):
         return False
-    with contextlib.suppress(OSError):  # the caller's own way to write may raise it again
+    with suppress(OSError):  # the caller's own way to write may raise it again
         # O_NONBLOCK: not to wait for the reader of a named pipe
         descriptor = os.open(path, os.O_WRONLY | O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
             if status.st_size != data.nbytes or status.st_nlink != 1 or not stat.S_ISREG(status.st_mode):
                 return False
-            _put(descriptor, data)
+            write_fully(descriptor, data)
             return True
         finally:
             os.close(descriptor)
@@ -586,10 +535,7 @@ def _make_folder(folder: Path, root: Path) -> None:
 
 
 def _write(path: Path, data: Array, size: int) -> None:
-    """Write the first `size` bytes of the rows of `data` to a new file.
-
-    Use direct I/O if `data` is sector-aligned and the file system supports it.
-    """
+    """Write the first `size` bytes of the rows of `data` to a new file, by direct I/O if possible."""
     past_cache = O_DIRECT if sector_aligned(data) else 0
     for extra in (past_cache, 0) if past_cache else (0,):
         try:
@@ -599,7 +545,7 @@ def _write(path: Path, data: Array, size: int) -> None:
                 continue
             raise
         try:
-            _put(descriptor, data)
+            write_fully(descriptor, data)
             if size != data.nbytes:
                 os.ftruncate(descriptor, size)
             return
@@ -610,7 +556,236 @@ def _write(path: Path, data: Array, size: int) -> None:
             os.close(descriptor)
 
 
-def _put(descriptor: int, data: Array) -> None:
-    rows, done = segments(data), 0
-    while done < data.nbytes:
-        done += os.pwritev(descriptor, rest_of(rows, done), done)
+# The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly
+# spread ones, since reading the status of every file would take too long.
+MAX_FINGERPRINTED = 10_000
+# More than MIN_SYNCED files and folders are flushed by up to MAX_SYNCED threads. Fewer are flushed before the
+# threads have started.
+MIN_SYNCED, MAX_SYNCED = 12, 16
+
+
+def sync_files(root: Path, names: Collection[str], *, contents: bool = True) -> None:
+    """Flush files and their folders up to `root`, or without `contents` only the folders. Raises `OSError`.
+
+    The `names` are relative to `root`.
+    """
+    folders = {root}
+    for parent in {(root / name).parent for name in names}:
+        folders |= {folder for folder in (parent, *parent.parents) if root in folder.parents}
+    paths = [*(root / name for name in names if contents), *sorted(folders)]
+
+    def sync(path: Path) -> None:
+        with suppress(FileNotFoundError):  # zarr need not store a chunk of fill values
+            sync_path(path)
+
+    # Many are flushed at the same time: the system then joins their requests to the disk to write out its
+    # cache. Each of these takes milliseconds, and delays writes of other blocks.
+    if len(paths) > MIN_SYNCED:
+        # If the system refuses a thread, this one flushes all.
+        with suppress(RuntimeError), ThreadPoolExecutor(MAX_SYNCED, "oocgemm-sync") as pool:
+            deque(pool.map(sync, paths), maxlen=0)  # raises the first error
+            return
+    for path in paths:
+        sync(path)
+
+
+def sync_path(path: Path) -> None:
+    """Flush the content of a file, or the entries of a folder. Raises `OSError`, which names it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def fingerprint_of(paths: Iterable[str | Path]) -> str:
+    """Return a digest of the sizes and modification times of files, and of which files are missing."""
+    return fingerprints(paths)["content"]
+
+
+def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
+    """Return two digests of the status of files.
+
+    "content" is a digest of sizes and modification times, and "changes" of the inode change times (ctime). A
+    program can write to a file and restore its modification time, but it cannot set the ctime. Yet the ctime
+    also changes without a write, for example on chmod. So if only "changes" differs, the user must decide
+    whether the content is the same.
+    """
+    content, changes = list[bytes](), list[bytes]()
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:  # "-" stands for a missing or inaccessible file
+            content.append(b"-")
+            changes.append(b"-")
+        else:
+            content.append(b"%d %d;" % (status.st_size, status.st_mtime_ns))
+            changes.append(b"%d;" % status.st_ctime_ns)
+    return _digests(b"".join(content), b"".join(changes))
+
+
+def _digests(content: bytes, changes: bytes) -> dict[str, str]:
+    texts = {"content": content, "changes": changes}
+    return {name: hashlib.sha256(text).hexdigest()[:32] for name, text in texts.items()}
+
+
+# `OOC_STATUS_BYTES` of `kernels/host/chunks.h`.
+STATUS_BYTES = 48
+# A thread reads the statuses of at least this many files, which takes 1 to 2 ms.
+MIN_FILES = 512
+
+
+def chunk_fingerprints(
+    folder: Path, key: Callable[[tuple[int, int]], str], grid: tuple[int, int]
+) -> dict[str, str]:
+    """Return the `fingerprints` of the files, named by `key`, of a grid of chunks, or of a sample."""
+    library, parts, count = compiled(), name_parts(key), grid[0] * grid[1]
+    chosen = range(0, count, max(1, -(-count // MAX_FINGERPRINTED)))
+    if library is None or parts is None:
+        return fingerprints(f"{folder}/{key(divmod(number, grid[1]))}" for number in chosen)
+    path, separator = os.fsencode(f"{folder}/{parts[0]}"), parts[1].encode()
+
+    def statuses(some: range) -> tuple[bytes, bytes]:
+        content, changes = (ctypes.create_string_buffer(STATUS_BYTES * len(some) + 1) for _ in range(2))
+        numbers = map(ctypes.c_int64, (some.start, some.stop, some.step, grid[1]))
+        library.ooc_stat_chunks(path, separator, *numbers, content, changes)
+        return content.value, changes.value
+
+    threads = min(len(os.sched_getaffinity(0)), len(chosen) // MIN_FILES)
+    if threads > 1:
+        each = -(-len(chosen) // threads)
+        # If no thread can be started, this one does all.
+        with suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:
+            found = pool.map(statuses, (chosen[at : at + each] for at in range(0, len(chosen), each)))
+            content, changes = (b"".join(texts) for texts in zip(*found, strict=True))
+            return _digests(content, changes)
+    return _digests(*statuses(chosen))
+
+
+# About this many places are checked to estimate whether the page cache contains a block or a file.
+SAMPLES = 8
+# Rows of a chunk that are not adjacent in the block are read many at a time, by one system call, if each has
+# at least this many bytes. Shorter ones are read into a buffer first. In a virtual machine with an H100 and
+# 16 cores, 12 threads read rows of 1 KiB at 55 GB/s without the buffer, and at 42 GB/s with it. A thread on
+# two Zen 5 cores read them at 5 and 8 GB/s, and rows of 16 KiB at 7 and 8 GB/s.
+MIN_SCATTERED_ON_MANY_CORES, MIN_SCATTERED = 512, 32 << 10
+_Int = ctypes.c_int64
+
+
+class _Chunks(ctypes.Structure):
+    """`struct ooc_chunks` of `kernels/host/chunks.h`."""
+
+    _fields_ = (
+        *(("path", ctypes.c_char_p), ("separator", ctypes.c_char_p)),
+        *((name, _Int) for name in ("height", "width", "bytes", "offset")),
+        *(("offsets", ctypes.c_void_p), ("across", _Int), ("min_scattered", _Int)),
+    )
+
+
+class _Area(ctypes.Structure):
+    """`struct ooc_area` of `kernels/host/chunks.h`."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("top", "bottom", "left", "right")),
+        *(("to", ctypes.c_void_p), ("pitch", _Int)),
+    )
+
+
+class CachedChunks:
+    """The chunks of a matrix, row by row, whose stored bytes are those of their elements.
+
+    Attributes:
+        address: of the `struct ooc_chunks`, for compiled code that reads blocks itself.
+        incomplete: whether that could not read a block, because of a missing chunk, for example. Further
+            blocks are likely to have such chunks, too. So Python reads them, with `read`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        separator: str | None,
+        chunk: tuple[int, int],
+        itemsize: int,
+        size: int,
+        *,
+        offset: int = 0,
+        offsets: Array | None = None,
+    ) -> None:
+        """Describe where the chunks are.
+
+        Args:
+            path: of the file with all chunks. With `separator`, chunks have their own files, whose paths
+                begin with `path` and end with the chunk's numbers in the grid.
+            separator: between these numbers; None for one file.
+            chunk: rows and columns of a chunk.
+            itemsize: bytes of an element.
+            size: bytes of a chunk's file, or the least bytes of the one file.
+            offset: the first byte of a chunk in its file.
+            offsets: the first bytes of all chunks in the one file, as an int64 array of the shape of the
+                grid; negative for chunks that are not stored.
+        """
+        self._chunk, self.itemsize = chunk, itemsize
+        across = 0 if offsets is None else offsets.shape[1]
+        self._offsets = None if offsets is None else np.ascontiguousarray(offsets, np.int64)
+        place = None if self._offsets is None else self._offsets.ctypes.data
+        self._chunks = _Chunks(
+            *(os.fsencode(path), None if separator is None else separator.encode()),
+            *(chunk[0], chunk[1] * itemsize, size, offset, place, across),
+            MIN_SCATTERED_ON_MANY_CORES if many_cores() else MIN_SCATTERED,
+        )
+        self.address = ctypes.addressof(self._chunks)
+        self.incomplete = False
+
+    def read(self, rows: Range, cols: Range, out: Array) -> list[int] | None:
+        """Read a block. Return which chunks, counted row by row, were not read; None: all, by Python."""
+        library = compiled()
+        if library is None or out.strides[1] != self.itemsize or not out.size:
+            return None
+        (top, bottom), (left, right), (height, width), size = rows, cols, self._chunk, self.itemsize
+        area = _Area(top, bottom, left * size, right * size, out.ctypes.data, out.strides[0])
+        count = (-(-bottom // height) - top // height) * (-(-right // width) - left // width)
+        failed = (_Int * count)()
+        found = library.ooc_read_chunks(ctypes.byref(self._chunks), ctypes.byref(area), failed)
+        return failed[:found]
+
+
+class CachedBlock(NamedTuple):
+    """A block that begins at a row and a column of a matrix, whose chunks the page cache seems to contain."""
+
+    chunks: CachedChunks
+    row: int
+    column: int
+
+    @property
+    def left(self) -> int:
+        """The first byte of the block in each of its rows."""
+        return self.column * self.chunks.itemsize
+
+
+def in_page_cache(path: str | Path, offsets: Sequence[int]) -> bool:
+    """Return whether the page cache seems to contain a file, by pages at some of these ascending offsets."""
+    chosen = offsets[:: max(1, len(offsets) // SAMPLES)]
+    try:
+        with OpenFile(path) as file:
+            return file.cached(list(chosen))
+    except (OSError, EOFError):
+        return False  # a read of the file will say what is wrong
+
+
+def chunk_files(
+    root: Path, key: Callable[[tuple[int, int]], str], chunk: tuple[int, int], itemsize: int
+) -> CachedChunks | None:
+    """Return the chunks of a zarr array whose files have the names `key`; None for other kinds of names."""
+    parts, size = name_parts(key), chunk[0] * chunk[1] * itemsize
+    return parts and CachedChunks(f"{root}/{parts[0]}", parts[1], chunk, itemsize, size)
+
+
+def name_parts(key: Callable[[tuple[int, int]], str]) -> tuple[str, str] | None:
+    """Return what is before and between the numbers of a chunk in the names `key`; None for other names."""
+    before, _, rest = key((1, 2)).partition("1")
+    separator, _, after = rest.partition("2")
+    alike = not after and key((30, 456)) == f"{before}30{separator}456"
+    return (before, separator) if alike else None

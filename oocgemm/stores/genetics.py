@@ -61,16 +61,16 @@ from oocgemm.stores.capabilities import (
     MISSING,
     SIDECAR,
     check_room,
-    fingerprints,
     found_locally,
-    sync_path,
 )
 from oocgemm.stores.files import (
     Opener,
     OpenFile,
+    fingerprints,
     open_regular,
     read_fully,
     read_regular,
+    sync_path,
     worth_caching,
     write_fully,
 )

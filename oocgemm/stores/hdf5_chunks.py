@@ -25,12 +25,20 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Chunked, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, ReadOnly, described, file_identities, transient
-from oocgemm.stores.capabilities import fingerprints
 from oocgemm.stores.declared import Declared
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, scratch
+from oocgemm.stores.files import (
+    MIN_DIRECT,
+    SAMPLES,
+    CachedChunks,
+    OpenFile,
+    fingerprints,
+    in_page_cache,
+    many_cores,
+    scratch,
+)
 from oocgemm.stores.formats import MARK
 from oocgemm.stores.hdf5_filters import Pipeline
-from oocgemm.stores.lines import SAMPLES, CachedChunks, copies_bytes, in_page_cache, read_part, scratch_bytes
+from oocgemm.stores.lines import read_part, scratch_bytes
 
 # At most this many chunks, chosen at random, are compared. A list that permutes chunks has some in their
 # places, at most half of them.
@@ -270,7 +278,8 @@ class HDF5Chunks:
     def _raw(self) -> CachedChunks | None:
         """The chunks for compiled code, if they are not encoded and the page cache seems to contain them."""
         index = self.index
-        whole = not self.pipeline.filters and (index.sizes == self._decoded_bytes).all()
+        raw = self.dtype.isnative and not self.pipeline.filters
+        whole = raw and (index.sizes == self._decoded_bytes).all()
         # Compiled code looks chunks up in an array of the whole grid.
         if not (whole and index.dense):
             return None
@@ -286,9 +295,7 @@ class HDF5Chunks:
         On few cores, large chunks are read faster from a mapping.
         """
         fast = self._decoded_bytes < MIN_DIRECT or many_cores()
-        if not (fast and self._raw and copies_bytes(self.dtype, out)):
-            return False
-        return self._raw.read(rows, cols, out) == []
+        return bool(fast and self._raw and self._raw.read(rows, cols, out) == [])
 
     def _runs(self, i: int, first: int, last: int) -> Iterator[Run]:
         """Cut columns of row i of the grid into runs that one call reads, or that are not stored."""

@@ -32,29 +32,26 @@ from oocgemm.stores.capabilities import (
     DATA,
     SIDECAR,
     check_room,
-    fingerprint_of,
-    fingerprints,
     found_locally,
-    saved_block,
-    saved_blocks,
-    sync_files,
-    sync_path,
 )
 from oocgemm.stores.files import (
     MIN_DIRECT,
+    SAMPLES,
+    CachedChunks,
     Opener,
     OpenFile,
+    fingerprint_of,
+    fingerprints,
+    in_page_cache,
     many_cores,
     open_regular,
     publish,
+    sync_files,
+    sync_path,
     worth_caching,
 )
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import (
-    SAMPLES,
-    CachedChunks,
-    copies_bytes,
-    in_page_cache,
     read_block,
     scratch_bytes,
     write_block,
@@ -168,7 +165,7 @@ class NpyMatrix:
     def _cached(self) -> CachedChunks | None:
         """Return the file as one chunk for compiled code, if the page cache seems to contain it."""
         offsets = range(self._offset, self._size, max(1, self._size // SAMPLES))
-        if not (offsets and in_page_cache(self._path, offsets)):
+        if not (self._stored.isnative and offsets and in_page_cache(self._path, offsets)):
             return None
         chunk = self.shape[1 if self._by_columns else 0], self._line
         return CachedChunks(self._path, None, chunk, self._stored.itemsize, self._size, offset=self._offset)
@@ -180,14 +177,13 @@ class NpyMatrix:
         return False
 
     def cached_chunks(self) -> CachedChunks | None:
-        return self._file if self._stored.isnative and not self._by_columns else None
+        return None if self._by_columns else self._file
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         lines, part, block = self._oriented(rows, cols, out)
         # On few cores, a mapping is faster for whole lines.
         mapped = part == (0, self._line) and out.nbytes >= MIN_DIRECT and not many_cores()
-        compiled = self._file and out.size and not mapped and copies_bytes(self._stored, block)
-        if compiled and self._file and self._file.read(lines, part, block) == []:
+        if self._file and not mapped and self._file.read(lines, part, block) == []:
             return
         with OpenFile(self._path, self._opener) as file:
             self._check_length(file.size)
@@ -312,6 +308,30 @@ class NpyMatrix:
     def missing_bytes(self) -> int:
         """Return 0: the space of the file is allocated."""
         return 0
+
+
+def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
+    """Return the path of the redo file for a block of a .npy file. Its name contains the rows and columns.
+
+    A redo file contains the new content of the block, which the .npy file does not contain yet.
+    """
+    return folder / "-".join(map(str, (*rows, *cols)))
+
+
+def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
+    """Return the redo files in `folder` for blocks inside the block `rows` x `cols`.
+
+    Each is returned as (path, rows, columns). A redo file contains the new content of one block, which the
+    .npy file does not contain yet.
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        parts = path.name.split("-")
+        if len(parts) == 4 and all(part.isdecimal() for part in parts):
+            top, bottom, left, right = map(int, parts)
+            if rows[0] <= top and bottom <= rows[1] and cols[0] <= left and right <= cols[1]:
+                found.append((path, (top, bottom), (left, right)))
+    return found
 
 
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> NpyMatrix:

@@ -20,8 +20,9 @@ from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.planning import Layout, Remote, Writing
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, NewArray
-from oocgemm.stores.capabilities import MAX_FINGERPRINTED, SIDECAR
+from oocgemm.stores.capabilities import SIDECAR
 from oocgemm.stores.codecs import CHECKSUM_BYTES, Encoding
+from oocgemm.stores.files import MAX_FINGERPRINTED
 from oocgemm.stores.formats import check_url_format
 from oocgemm.stores.objects import (
     REQUESTS,

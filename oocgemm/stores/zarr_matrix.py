@@ -38,19 +38,22 @@ from oocgemm.stores.capabilities import (
     SIDECAR,
     check_new,
     check_room,
-    chunk_fingerprints,
-    fingerprint_of,
     found_locally,
     free_bytes,
     raw_bytes,
-    sync_files,
-    sync_names,
 )
 from oocgemm.stores.codecs import Fetched, unavailable
 from oocgemm.stores.declared import of_zarr
-from oocgemm.stores.files import check_regular, padded, worth_caching
+from oocgemm.stores.files import (
+    CachedChunks,
+    check_regular,
+    chunk_fingerprints,
+    fingerprint_of,
+    padded,
+    sync_files,
+    worth_caching,
+)
 from oocgemm.stores.formats import check_found, check_new_format, format_of, not_readable
-from oocgemm.stores.lines import CachedChunks
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.stores.zarr_metadata import (
     METADATA,
@@ -287,7 +290,7 @@ class ZarrMatrix:
             target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # an earlier call, before a crash, moved it
                 os.replace(self._target / name, target)
-        sync_names(self.folder, names)  # `sync_blocks` has flushed the contents already
+        sync_files(self.folder, names, contents=False)  # `sync_blocks` has flushed the contents already
 
     def redo_fingerprint(self, folder: Path, rows: Range, cols: Range) -> str:
         return fingerprint_of(folder / name for name in self._names(rows, cols))
@@ -457,7 +460,7 @@ def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
         worth_caching=worth_caching(found.shape[0] * found.shape[1] * found.dtype.itemsize),
     )
     # Only such files are worth the check. A result is read once, and its blocks pass through host slots.
-    if chunks.unchanging and chunks.worth_caching and chunks.readable_in_place:
+    if chunks.unchanging and chunks.worth_caching and chunks.stored_as_is:
         return replace(chunks, cached=chunks.in_page_cache())
     return chunks
 

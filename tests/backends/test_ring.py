@@ -13,7 +13,7 @@ from oocgemm.backends.base import Array, Pageable
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.footprint import RingShape
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.lines import CachedBlock, CachedChunks
+from oocgemm.stores.files import CachedBlock, CachedChunks
 from oocgemm.system import pool
 from tests.support.backends_here import needs_gpu
 from tests.support.fake_cuda import Fault, fake_cuda

@@ -24,7 +24,7 @@ from oocgemm.jobs import journal
 from oocgemm.jobs.journal import FORMAT, JOURNAL, LOCK, Journal, read
 from oocgemm.jobs.resume import Committer, resume_hint
 from oocgemm.planning import TileGrid, TileShape
-from oocgemm.stores.capabilities import fingerprint_of, sync_path
+from oocgemm.stores.files import fingerprint_of, sync_path
 from tests.support.faults import nothing_left
 from tests.support.suite import slow
 

@@ -66,7 +66,7 @@ def test_any_block_is_read_right(
     values[40:60, 64:96] = 3  # zarr does not store this chunk
     matrix = opened(tmp_path, values, **ARRAYS[name])
     assert matrix.direct is not None
-    assert matrix.direct.decodes_together != (many and matrix.direct.readable_in_place)
+    assert matrix.direct.decodes_together != (many and matrix.direct.stored_as_is)
     np.testing.assert_array_equal(read(matrix), values)
     for _ in range(20):
         r0, r1 = sorted(rng.choice(SHAPE[0] + 1, 2, replace=False).tolist())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.stores import capabilities
-from oocgemm.stores.capabilities import chunk_fingerprints
+from oocgemm.stores import files
+from oocgemm.stores.files import chunk_fingerprints
 from oocgemm.system.installed import compiled
 
 KEYS: dict[str, Callable[[tuple[int, int]], str]] = {
@@ -24,8 +24,8 @@ def key(request: pytest.FixtureRequest) -> Callable[[tuple[int, int]], str]:
 
 
 @pytest.mark.skipif(compiled() is None, reason="the C sources are not compiled")
-@pytest.mark.parametrize("most", [capabilities.MAX_FINGERPRINTED, 10])
-@pytest.mark.parametrize("each", [capabilities.MIN_FILES, 4])
+@pytest.mark.parametrize("most", [files.MAX_FINGERPRINTED, 10])
+@pytest.mark.parametrize("each", [files.MIN_FILES, 4])
 def test_compiled_code_gives_the_same_fingerprints(
     *,
     tmp_path: Path,
@@ -34,8 +34,8 @@ def test_compiled_code_gives_the_same_fingerprints(
     most: int,
     each: int,
 ) -> None:
-    monkeypatch.setattr(capabilities, "MAX_FINGERPRINTED", most)
-    monkeypatch.setattr(capabilities, "MIN_FILES", each)
+    monkeypatch.setattr(files, "MAX_FINGERPRINTED", most)
+    monkeypatch.setattr(files, "MIN_FILES", each)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     folder = tmp_path / "é %d"
     for number in range(35):
@@ -45,7 +45,7 @@ def test_compiled_code_gives_the_same_fingerprints(
             path.write_bytes(bytes(number))
             os.utime(path, ns=(0, (-1) ** number * 123456789123456789))
     found = chunk_fingerprints(folder, key, (5, 7))
-    monkeypatch.setattr("oocgemm.stores.capabilities.compiled", lambda: None)
+    monkeypatch.setattr("oocgemm.stores.files.compiled", lambda: None)
     assert chunk_fingerprints(folder, key, (5, 7)) == found
     assert chunk_fingerprints(folder, key, (5, 6)) != found
 
@@ -61,7 +61,7 @@ def test_without_a_thread_the_caller_reads_all_statuses(
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(capabilities, "MIN_FILES", 2)
+    monkeypatch.setattr(files, "MIN_FILES", 2)
     monkeypatch.setattr(threading.Thread, "start", refused)
     assert chunk_fingerprints(tmp_path, KEYS["version 2"], (3, 3)) == right
 
