@@ -494,6 +494,23 @@ class Encoding:
         if elements is not into:
             np.copyto(out, elements[wanted], casting="equiv")
 
+    def lines_of(self, shape: tuple[int, int], wanted: tuple[slice, slice]) -> tuple[int, int]:
+        """Return where the lines of an uncompressed chunk that contain a part begin and end, in bytes.
+
+        Its rows are its lines, or its columns if it is stored in Fortran order.
+        """
+        axis = self.order == "F"
+        lines, line = wanted[axis], shape[1 - axis] * self.dtype.itemsize
+        return lines.start * line, lines.stop * line
+
+    def copy_lines(
+        self, stored: Array, shape: tuple[int, int], wanted: tuple[slice, slice], out: Array
+    ) -> None:
+        """Copy a part of an uncompressed chunk, given the bytes of the lines that contain it, to `out`."""
+        axis = self.order == "F"
+        lines = stored.view(self.dtype).reshape(-1, shape[1 - axis])
+        np.copyto(out.T if axis else out, lines[:, wanted[1 - axis]], casting="equiv")
+
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
         """Encode a chunk. Return an array that begins with the stored bytes, and the number of these bytes.
 

@@ -27,6 +27,7 @@ import os
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,10 +48,8 @@ from oocgemm.stores.files import (
     write_fully,
 )
 
-# The number of reads that one context (io_setup) can have in flight.
-_CAPACITY = 512
-# One call of `start_reads` starts at most this many reads, because it uses one context.
-MAX_READS = _CAPACITY
+# The number of reads that one context (io_setup) can have in flight, and one call of `start` starts.
+MAX_READS = _CAPACITY = 512
 # The numbers of the system calls io_setup, io_getevents and io_submit, for which the C library has no
 # functions.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
@@ -62,6 +61,7 @@ REQUEST.names = (
     *("number", "key", "flags", "operation", "priority", "descriptor"),
     *("address", "size", "offset", "reserved", "more_flags", "notify"),
 )
+_READ = ["flags", "operation", "descriptor", "address", "size", "offset"]
 _EVENT = np.dtype("u8, u8, i8, i8")
 _EVENT.names = ("number", "request", "result", "more")
 # The C library's function `syscall`. The second one keeps the GIL.
@@ -75,39 +75,29 @@ os.register_at_fork(after_in_child=_contexts.clear)
 def start_reads(
     memory: Array, places: Array, size: int, descriptor: int, offsets: Array, flags: int = 0
 ) -> Callable[[], Array]:
-    """Start to read `size` bytes from each of up to `MAX_READS` offsets of a file.
+    """Start up to `MAX_READS` reads, of `size` bytes each, from `offsets` of a file to `places` in `memory`.
 
-    Arguments:
-        memory: an array of bytes that receives the data
-        places: for each read, the first byte to fill, as a distance in bytes from the first one of `memory`
-        descriptor: the file descriptor
-        offsets: for each read, the offset in the file
-        flags: flags as for preadv2(2)
-
-    Returns a function that waits for all reads. The caller must call it exactly once, before `memory` is
-    reused or freed. Its result is an array of the number of bytes of each read, negative for a failed read.
+    `places` are distances in bytes. `flags` are those of preadv2(2). Returns a function as `start` does.
     """
     requests = np.zeros(len(places), REQUEST)
     requests["flags"], requests["descriptor"], requests["size"] = flags, descriptor, size
     requests["address"] = memory.ctypes.data + places
     requests["offset"] = offsets
-    try:
-        return start(requests)
-    except OSError:
-        extent = int(places.max(initial=0)) + size
-        whole = np.lib.stride_tricks.as_strided(memory, (extent,), (1,))
-        reads = zip(places.tolist(), offsets.tolist(), strict=True)
-        results = [_read(descriptor, whole[place : place + size], offset, flags) for place, offset in reads]
-        return lambda: np.array(results, np.int64)
+    return start(requests)
 
 
 def start(requests: Array) -> Callable[[], Array]:
     """Submit up to `MAX_READS` requests, an array of dtype `REQUEST`.
 
-    Returns a function that waits for all of them, as `start_reads` does. Raises `OSError` if the system does
-    not support io_submit.
+    Returns a function that waits for all of them. The caller must call it exactly once, before the memory is
+    reused or freed. Its result is an array of the number of bytes of each read, negative for a failed read.
     """
-    context, count = _free_context(), len(requests)
+    count = len(requests)
+    try:
+        context = _free_context()
+    except OSError:  # the system does not support io_submit
+        results = np.array([_read(*request) for request in requests[_READ].tolist()], np.int64)
+        return lambda: results
     results, events = np.full(count, -1, np.int64), np.zeros(count, _EVENT)
     requests["number"] = np.arange(count)
     addresses = requests.ctypes.data + REQUEST.itemsize * np.arange(count)
@@ -135,11 +125,7 @@ def start(requests: Array) -> Callable[[], Array]:
 
 
 def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flags: int = 0) -> Array:
-    """Fill rows of an array of bytes from a file.
-
-    For each i, row `numbers[i]` receives the bytes that begin at `offsets[i]` in the file. `flags` are as for
-    preadv2(2). Returns the number of bytes of each read, which is negative for a read that failed.
-    """
+    """Fill rows `numbers` of an array of bytes from `offsets` of a file. Return how much of each is read."""
     places, size = rows.strides[0] * numbers, rows.shape[1]
     results = np.empty(len(numbers), np.int64)
     for first in range(0, len(numbers), MAX_READS):
@@ -148,24 +134,23 @@ def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flag
     return results
 
 
-def _read(descriptor: int, row: Any, offset: int, flags: int) -> int:
-    """Read into `row` with one preadv. Return the number of bytes, or -1 for an error."""
+def _read(flags: int, operation: int, descriptor: int, address: int, size: int, offset: int) -> int:
+    """Do what a request says by one preadv. Return the number of bytes, or -1 for an error."""
+    buffers = [(address, size)]
+    if operation == READ_VECTOR:
+        spans = (ctypes.c_uint64 * (2 * size)).from_address(address)
+        buffers = list(zip(spans[::2], spans[1::2], strict=True))
+    memory = [(ctypes.c_char * count).from_address(at) for at, count in buffers if count]
     try:
-        return os.preadv(descriptor, [row], offset, flags)
+        return os.preadv(descriptor, memory, offset, flags)
     except OSError:
         return -1
 
 
 def _free_context() -> int:
     """Return an io_setup context that no other thread uses. Raises `OSError` if the system provides none."""
-    try:
+    with suppress(IndexError):
         return _contexts.pop()
-    except IndexError:
-        return _new_context()
-
-
-def _new_context() -> int:
-    """Create a context with io_setup. Raises `OSError` if the system does not support it."""
     context = ctypes.c_ulong(0)
     if platform.system() != "Linux" or platform.machine() not in _CALLS:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -189,11 +174,7 @@ MAX_PART_LINES = SEGMENTS // 2
 
 
 class FilePart(NamedTuple):
-    """Lines of a file, and where they go.
-
-    `offset` is the first byte of the first line in the file, `address` the memory for it. Every line has
-    `size` bytes. There are at most `MAX_PART_LINES` lines.
-    """
+    """Up to `MAX_PART_LINES` lines of `size` bytes: the first one's byte in a file, and memory for it."""
 
     descriptor: int
     offset: int
@@ -206,7 +187,7 @@ def read_parts(parts: Sequence[FilePart], stride: int, pitch: int) -> Array:
     """Read parts of files into memory. Return for each part whether it was read as a whole.
 
     The lines of a part begin `stride` bytes apart in its file, and `pitch` bytes apart in memory. Both are at
-    least as large as the lines. Raises `OSError` if the system does not support io_submit.
+    least as large as the lines.
     """
     given = np.array(parts, np.int64).reshape(-1, len(FilePart._fields))
     owner, (descriptor, offset, address, lines, size) = np.arange(len(given)), given.T
@@ -238,18 +219,16 @@ def read_parts(parts: Sequence[FilePart], stride: int, pitch: int) -> Array:
 
 
 def read_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> list[int]:
-    """Read ranges of files into memory, at most `MAX_READS` of them.
+    """Read ranges of files into memory: (descriptor, offset in the file, address of the memory, bytes).
 
-    A range is (descriptor, offset in the file, address of the memory, bytes). Returns the number of bytes of
-    each read, which is negative for a read that failed. Raises `OSError` if the system does not support
-    io_submit.
+    Returns the number of bytes of each read, which is negative for a read that failed.
     """
-    if not ranges:
-        return []
-    requests = np.zeros(len(ranges), REQUEST)
-    given = np.array(ranges, np.int64).T
-    requests["descriptor"], requests["offset"], requests["address"], requests["size"] = given
-    found: list[int] = start(requests)().tolist()
+    found = list[int]()
+    for first in range(0, len(ranges), MAX_READS):
+        given = np.array(ranges[first : first + MAX_READS], np.int64).T
+        requests = np.zeros(given.shape[1], REQUEST)
+        requests["descriptor"], requests["offset"], requests["address"], requests["size"] = given
+        found += start(requests)().tolist()
     return found
 
 
@@ -286,18 +265,12 @@ _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 def copies_bytes(dtype: np.dtype[Any], block: Array) -> bool:
-    """Return whether elements of a stored dtype can be read into the rows of a block without conversion.
-
-    This requires native byte order and contiguous rows.
-    """
+    """Return whether elements of a stored dtype can be read into rows of a block without conversion."""
     return dtype.isnative and block.strides[1] == dtype.itemsize
 
 
 def scratch_bytes(*, past_cache: bool) -> int:
-    """Return the bytes of scratch memory that each thread needs to read or write blocks.
-
-    With `past_cache`, reads use direct I/O, which needs more scratch memory.
-    """
+    """Return the bytes of scratch memory of a thread that reads, by direct I/O if `past_cache`, or writes."""
     return max(SCRATCH_BYTES, DIRECT_BYTES if past_cache else 0)
 
 
@@ -312,20 +285,11 @@ def read_block(
     *,
     past_cache: bool = False,
 ) -> None:
-    """Read a block of a matrix from a file: the same range of elements from each of several lines.
+    """Read a block of a matrix from a file: the same range of elements, `part`, from each of several lines.
 
     A line is a row of the matrix, or a column if the file is in Fortran order. It fills one row of `out`.
-
-    Arguments:
-        offset: the byte of the file at which line 0 begins
-        line: the number of elements in a line; each line begins where the previous one ends
-        dtype: the dtype in stored byte order; `out` has the same dtype in native byte order
-        lines: the range of lines
-        part: the range of elements within each line
-        out: the destination
-        past_cache: do not add the data to the page cache, as in `OpenFile.read`
-
-    Raises `EOFError` if the file is too short.
+    Line 0 begins at the byte `offset`, and every line has `line` elements. `dtype` has the stored byte order.
+    For `past_cache` see `OpenFile.read`. Raises `EOFError` if the file is too short.
     """
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
     if out.size == 0:
@@ -356,13 +320,11 @@ def read_part(
     *,
     past_cache: bool = False,
 ) -> None:
-    """Read a block of an uncompressed chunk, which begins at the byte `offset` of a file.
-
-    The arguments are those of `read_block`. Whole lines that preadv cannot read in place, or only slowly, are
-    copied: preadv cannot transpose or byte-swap elements, and it is slow for lines of fewer than
-    `MIN_SEGMENT` bytes that are not adjacent in `out`. Short lines are copied from scratch memory, which
-    stays in the processor's cache, and others from a memory map.
-    """
+    """Read a block of an uncompressed chunk of a file. The arguments are those of `read_block`."""
+    # Whole lines that preadv cannot read in place, or only slowly, are copied: preadv cannot transpose or
+    # byte-swap elements, and it is slow for lines of fewer than `MIN_SEGMENT` bytes that are not adjacent in
+    # `out`. Short lines are copied from scratch memory, which stays in the processor's cache, and others from
+    # a memory map.
     size = line * dtype.itemsize
     in_place = copies_bytes(dtype, out) and (out.flags.c_contiguous or size >= MIN_SEGMENT)
     if part == (0, line) and not in_place and size < MIN_SEGMENT:
@@ -377,11 +339,7 @@ def read_part(
 def write_block(
     descriptor: int, offset: int, line: int, dtype: np.dtype[Any], lines: Range, part: Range, data: Array
 ) -> None:
-    """Write a block of a matrix to a file: the same range of elements in each of several lines.
-
-    A line is a row of the matrix, or a column if the file is in Fortran order. It receives one row of `data`.
-    `descriptor` is the open file. The other arguments are as for `read_block`.
-    """
+    """Write a block of a matrix to an open file. The arguments are those of `read_block`."""
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
     if data.size == 0:
         return
@@ -395,11 +353,7 @@ def write_block(
 
 
 def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill `out` from short lines of a file, one row per line, by large reads that include unneeded elements.
-
-    `line` is the number of elements in a line. `start` is the byte of the file at which the first needed
-    element begins.
-    """
+    """Fill `out` from short lines, of `line` elements from the byte `start` on, by large reads."""
     stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
     for top in range(0, len(out), height):
         block = out[top : top + height]
@@ -411,10 +365,7 @@ def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any],
 
 
 def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None:
-    """Fill each row of an array of bytes from its own place in a file.
-
-    Row 0 is at the byte `start` of the file, and each further row `stride` bytes later.
-    """
+    """Fill rows of bytes from places in a file that are `stride` bytes apart, from the byte `start` on."""
     # switch readahead off: it would load the unneeded bytes between the rows
     Opener.without_readahead(file.descriptor)
     size, left = rows.shape[1], np.arange(len(rows))
@@ -432,12 +383,9 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
 
 
 def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[Any], out: Array) -> bool:
-    """Fill each row of `out` from its own place in a file by direct I/O, past the page cache.
+    """Do what `_read_segments` does by direct I/O. Return whether all rows were read.
 
-    Row 0 is at the byte `start` of the file, and each further row `stride` bytes later.
-
-    Return True if all rows were read. Return False if direct I/O fails, or if the page cache seems to contain
-    the rows already. The caller must then read all rows in another way.
+    They are not if direct I/O fails, or if the page cache seems to contain them already.
     """
     size, count = out.shape[1] * dtype.itemsize, len(out)
     # Each row is read by one read of `sectors` bytes, a multiple of SECTOR. Direct I/O needs each row at the
@@ -457,11 +405,7 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
         return False
 
     def started(number: int) -> Callable[[], bool]:
-        """Start to read batch `number` of the rows of `out`, into one half of the scratch memory.
-
-        Return a function that waits for the reads and copies the rows to `out`. If a read failed, it copies
-        nothing and returns False.
-        """
+        """Start to read batch `number` of the rows. Return what waits, copies them, and says if all came."""
         block, half = out[number * at_once : (number + 1) * at_once], halves[number % 2]
         begin = start + number * at_once * stride
         offsets = begin + stride * np.arange(len(block))
@@ -494,10 +438,7 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 
 
 def _request(file: OpenFile, offsets: Array, size: int) -> None:
-    """Ask the system to load the `size` bytes at each of these offsets into the page cache. Do not wait.
-
-    Each request is extended to nearby bytes, which are often read next: see `WINDOW`.
-    """
+    """Ask the system to load the `size` bytes at each of these offsets, and bytes nearby (`WINDOW`)."""
     window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
     for offset in offsets.tolist():
         first, last = offset // window * window, -(-(offset + size) // window) * window
@@ -505,10 +446,7 @@ def _request(file: OpenFile, offsets: Array, size: int) -> None:
 
 
 def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> None:
-    """Write each row of an array to its own place in a file.
-
-    Row 0 begins at the byte `start` of the file, and each further row `stride` bytes later.
-    """
+    """Write rows to places in a file that are `stride` bytes apart, from the byte `start` on."""
     if data.flags.c_contiguous and stride * len(data) == data.nbytes:
         data = data.reshape(1, -1)
     size = data.shape[1] * data.itemsize
@@ -522,10 +460,7 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
 
 
 def _pieces(block: Array) -> list[tuple[int, int, Array]]:
-    """Cut a block into pieces of at most `SCRATCH_BYTES`, the size of the scratch memory.
-
-    Return for each piece the indices of its first row and first column in `block`, and its view of `block`.
-    """
+    """Cut a block into views of at most `SCRATCH_BYTES`, each with its first row and column."""
     height, width = block.shape
     elements = SCRATCH_BYTES // block.itemsize
     across = max(1, min(width, elements // min(height, SCRATCH_LINES)))

@@ -82,10 +82,6 @@ class ObjectChunks:
     # The indexes of shards, which do not change while an operand is read.
     _indexes: dict[Place, Array | None] = field(default_factory=dict, compare=False, repr=False)
 
-    def below(self, prefix: str) -> "ObjectChunks":
-        """Return the same chunks, but written to keys with this prefix."""
-        return replace(self, prefix=prefix)
-
     @property
     def request_bytes(self) -> int:
         """The bytes of host memory that reading or writing one chunk takes, besides its source or target."""
@@ -218,26 +214,17 @@ class ObjectChunks:
         self._decode(number, block, stored, out)
 
     def _lines(self, number: Place, length: int, block: Block) -> tuple[int, int]:
-        """Return where the lines of an uncompressed chunk that contain a block begin and end in the chunk.
-
-        Its rows are its lines, or its columns if it is stored in Fortran order.
-        """
-        itemsize = self.encoding.dtype.itemsize
-        size = self.chunk[0] * self.chunk[1] * itemsize
+        """Return where the lines of an uncompressed chunk that contain a block begin and end in the chunk."""
+        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
         if length not in (-1, size):
             self._damaged(number, f"it has {length} bytes instead of {size}")
-        axis = self.encoding.order == "F"
-        lines, line = inside(block, self.chunk)[axis], self.chunk[1 - axis] * itemsize
-        return lines.start * line, lines.stop * line
+        return self.encoding.lines_of(self.chunk, inside(block, self.chunk))
 
     def _decode(self, number: Place, block: Block, stored: Array, out: Array) -> None:
         """Decode the bytes of a chunk, or the lines of an uncompressed one, and copy what is wanted."""
         wanted = inside(block, self.chunk)
         if self.encoding.raw:
-            axis = self.encoding.order == "F"
-            target, part = out.T if axis else out, wanted[1 - axis]
-            found = stored.view(self.encoding.dtype).reshape(-1, self.chunk[1 - axis])
-            np.copyto(target, found[:, part], casting="equiv")
+            self.encoding.copy_lines(stored, self.chunk, wanted, out)
             return
         try:
             self.encoding.decode_part(stored, self.chunk, wanted, out)
@@ -356,7 +343,7 @@ class ObjectMatrix(ZarrMatrix):
         assert isinstance(folder, ObjectFolder)
         self._redo = f"{folder.path}/"
         if self._chunks is not None:
-            self._chunks = self._chunks.below(self._redo)
+            self._chunks = replace(self._chunks, prefix=self._redo)
 
     def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
         """Do nothing: a PUT is durable when it returns."""

@@ -332,35 +332,23 @@ class DirectChunks:
         """
         found, end = {part: (0, 0) for _, part in cut((rows, cols), self.chunk)}, 0
         crc = CHECKSUM_BYTES if self.encoding.checksum else 0
-        waiting, opened = list[tuple[FilePart, Block]](), list[int]()
+        waiting, blocks = list[tuple[int, int, int, int]](), list[Block]()
 
         def read() -> None:
-            complete = _read([part for part, _ in waiting], out)
-            for done, (part, block) in zip(complete, waiting, strict=True):
-                if done:
-                    found[block] = part.address - out.ctypes.data, max(0, part.size - crc)
+            for size, block, (_, _, place, wanted) in zip(read_ranges(waiting), blocks, waiting, strict=True):
+                if size == wanted:
+                    found[block] = place - out.ctypes.data, max(0, size - crc)
             waiting.clear()
-            while opened:
-                Opener.close(opened.pop())
+            blocks.clear()
 
-        try:
-            for number, block in cut((rows, cols), self._file_extents):
-                try:
-                    file = OpenFile(f"{self.root}/{self.key(number)}", self.opener)
-                    opened.append(file.descriptor)
-                    for offset, length, part in self.places(number, file, block):
-                        if offset is not None and end + length > out.size:
-                            found[part] = 0, NO_ROOM
-                        elif offset is not None:
-                            read_to = out.ctypes.data + end
-                            waiting.append((FilePart(file.descriptor, offset, read_to, 1, length), part))
-                            end += length
-                except (OSError, EOFError, ExecutionError):
-                    pass
-                if len(opened) >= MAX_FETCHED:
-                    read()
-        finally:
-            read()
+        needed = list(cut((rows, cols), self._file_extents))
+        for _, file, (offset, length, part) in _stored(self, needed, set(), read, MAX_FETCHED):
+            if offset is not None and end + length > out.size:
+                found[part] = 0, NO_ROOM
+            elif offset is not None:
+                waiting.append((file.descriptor, offset, out.ctypes.data + end, length))
+                blocks.append(part)
+                end += length
         high, wide = self.chunk
         return [Fetched(r, c, (r[0] % high, c[0] % wide), *place, crc > 0) for (r, c), place in found.items()]
 
@@ -503,30 +491,23 @@ def gather(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Ar
         owners.clear()
         lines = 0
 
-    try:
-        for at, file, (offset, _, part) in _stored(chunks, needed, failed, read):
-            if offset is None:
-                view(out, block, part)[...] = chunks.fill
-                continue
-            for each in _lines(chunks.chunk, block, out, part, offset, file.descriptor):
-                waiting.append(each)
-                owners.append(at)
-                lines += each.lines
-            if lines >= MAX_LINES:
-                read()
-    except OSError:  # the system does not support such reads
-        return list(needed)
+    for at, file, (offset, _, part) in _stored(chunks, needed, failed, read):
+        if offset is None:
+            view(out, block, part)[...] = chunks.fill
+            continue
+        for each in _lines(chunks.chunk, block, out, part, offset, file.descriptor):
+            waiting.append(each)
+            owners.append(at)
+            lines += each.lines
+        if lines >= MAX_LINES:
+            read()
     return [needed[at] for at in sorted(failed)]
 
 
 def _lines(
     chunk: tuple[int, int], block: Block, out: Array, part: Block, offset: int, descriptor: int
 ) -> Iterator[FilePart]:
-    """Yield the parts of a file, and their places in `out`, that one chunk of a block consists of.
-
-    `out` is for the rows and columns `block`, and the chunk at the byte `offset` of the file has the block
-    `part` of it.
-    """
+    """Yield the parts of a file, and their places in `out`, that one chunk of a block consists of."""
     (height, width), ((r0, r1), (c0, c1)) = chunk, part
     line, pitch = width * out.itemsize, out.strides[0]
     start = offset + r0 % height * line + c0 % width * out.itemsize
@@ -548,19 +529,14 @@ def decode(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Ar
     """
     failed = set[int]()
     batch = _Batch(chunks, block, out, failed)
-    by_rows, line = chunks.encoding.raw and chunks.encoding.order == "C", chunks.line_bytes
-    try:
-        for at, file, (offset, length, part) in _stored(chunks, needed, failed, batch.decode):
-            if offset is None:
-                view(out, block, part)[...] = chunks.fill
-            elif by_rows:
-                first, last = part[0]
-                start, size = offset + first % chunks.chunk[0] * line, (last - first) * line
-                batch.add(at, part, file.descriptor, start, size)
-            else:
-                batch.add(at, part, file.descriptor, offset, length)
-    except OSError:  # the system does not support such reads
-        return list(needed)
+    for at, file, (offset, length, part) in _stored(chunks, needed, failed, batch.decode):
+        if offset is None:
+            view(out, block, part)[...] = chunks.fill
+            continue
+        first, last = 0, length
+        if chunks.encoding.raw:
+            first, last = chunks.encoding.lines_of(chunks.chunk, inside(part, chunks.chunk))
+        batch.add(at, part, file.descriptor, offset + first, last - first)
     return [needed[at] for at in sorted(failed)]
 
 
@@ -627,9 +603,8 @@ class _Batch:
                     target[...] = self._elements[wanted]
                 return True
         stored = self._memory[place - self._address :][:size]
-        if encoding.raw and encoding.order == "C":
-            elements = stored.view(encoding.dtype).reshape(-1, shape[1])[:, wanted[1]]
-            np.copyto(target, elements, casting="equiv")
+        if encoding.raw:
+            encoding.copy_lines(stored, shape, wanted, target)
             return True
         try:
             encoding.decode_part(stored, shape, wanted, target)
@@ -639,9 +614,13 @@ class _Batch:
 
 
 def _stored(
-    chunks: DirectChunks, needed: Sequence[Needed], failed: set[int], read: Callable[[], None]
+    chunks: DirectChunks,
+    needed: Sequence[Needed],
+    failed: set[int],
+    read: Callable[[], None],
+    most: int | None = None,
 ) -> Iterator[tuple[int, OpenFile, Place]]:
-    """Open files, and yield where the chunks in them are.
+    """Open files, at most `most` at a time, and yield where the chunks in them are.
 
     Yields the index of each file in `needed`, the open file, and the place of each needed chunk in it. Adds
     to `failed` the index of a file that cannot be opened or is damaged. Calls `read`, which reads what was
@@ -650,7 +629,7 @@ def _stored(
     opened = list[int]()
     try:
         for at, (number, wanted) in enumerate(needed):
-            if len(opened) == MAX_OPEN:
+            if len(opened) == (most or MAX_OPEN):
                 read()
                 while opened:
                     Opener.close(opened.pop())
@@ -686,26 +665,6 @@ def view(array: Array, block: Block, part: Block) -> Array:
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part
     return array[r0 - top : r1 - top, c0 - left : c1 - left]
-
-
-def _read(parts: Sequence[FilePart], out: Array) -> Iterable[bool]:
-    """Read parts of files into `out`. Return for each part whether it was read as a whole."""
-    if not parts:
-        return []
-    apart = max(part.size for part in parts)
-    try:
-        complete: list[bool] = read_parts(parts, apart, apart).tolist()
-        return complete
-    except OSError:  # the system does not support such reads
-        return [_read_one(part, out) for part in parts]
-
-
-def _read_one(part: FilePart, out: Array) -> bool:
-    start = part.address - out.ctypes.data
-    try:
-        return os.preadv(part.descriptor, [out[start : start + part.size].data], part.offset) == part.size
-    except OSError:
-        return False
 
 
 def _name(compressor: object) -> str:

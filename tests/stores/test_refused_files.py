@@ -110,7 +110,7 @@ def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Without compiled code, Python reads."""
     reader = request.getfixturevalue("reader") if "reader" in request.fixturenames else ""
     if "in Python" in reader:
-        monkeypatch.setattr(lines, "compiled", lambda: None)
+        monkeypatch.setattr(files, "compiled", lambda: None)
 
 
 @pytest.fixture
