@@ -106,7 +106,7 @@ class ArrayLikes(Store):
 
 
 def _instead_of(operand: Any) -> str:
-    """Return what an object is and what to pass instead of it, if that is easily confused; "" otherwise."""
+    """Return what an easily confused object is, and what to pass instead of it; "" for others."""
     if operand is None:
         return "None: pass an array or a path"
     if isinstance(operand, bytes):
@@ -162,10 +162,7 @@ class ArrayMatrix:
             self._drop(target)
 
     def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
-        """Cut a block of the matrix, and an array of its shape, into the same parts. Yield pairs of views.
-
-        In a memory map, a part spans about `BAND_BYTES` of the file. Otherwise the whole block is one part.
-        """
+        """Cut a block and an array of its shape into the same parts, `BAND_BYTES` each in a memory map."""
         axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
         extent = block.shape[axis]
         count = extent if self._map is None else max(1, BAND_BYTES // max(1, abs(block.strides[axis])))
@@ -195,19 +192,12 @@ class ArrayMatrix:
         return self._map is not None and self._map is other._map
 
     def _check_length(self) -> None:
-        """Raise `EOFError` if the array is a memory map of a file that was truncated since it was mapped.
-
-        If the file is truncated later, during a copy, the system kills the process (SIGBUS).
-        """
+        """Raise `EOFError` if the array is a memory map of a file that was truncated since."""
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
             raise EOFError(f"the file was truncated from {self._file_bytes} bytes to {size}")
 
     def _drop(self, block: Array) -> None:
-        """Remove the pages that a block spans from the resident set, if the matrix is a memory map.
-
-        No write is lost: the pages stay in the page cache. Nothing is removed for a copy-on-write map
-        (`mmap_mode="c"`): its changes are not in the page cache, so they would be lost.
-        """
+        """Remove the pages that a block of a memory map spans from the resident set. No write is lost."""
         if self._droppable is not None:
             _advise(self._droppable, DONT_NEED, block)
 
@@ -215,10 +205,8 @@ class ArrayMatrix:
 def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
     """Replace a matrix in column-major order, such as X.T, by its row-major transpose, and adapt `op`.
 
-    Such a matrix is an array in memory, or has a method `transposed` and columns that are contiguous.
-
-    op(matrix) stays the same. Any other matrix is returned unchanged with its op, and so is every matrix if
-    `op` is the conjugate transpose.
+    Such a matrix is an array in memory, or has a method `transposed` and columns that are contiguous. Other
+    matrices are returned unchanged, and so is every matrix if `op` is the conjugate transpose.
     """
     if isinstance(matrix, ArrayMatrix) and matrix.layout.in_memory and op is not Op.C:
         flags = matrix.array.flags
@@ -231,10 +219,7 @@ def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
 
 
 def like(matrix: Matrix, array: Any) -> Matrix:
-    """Return the matrix of a plain array that is like the one of another matrix. It may be None.
-
-    Both arrays have the same shape, strides and dtype.
-    """
+    """Return the matrix of a plain array that is like that of another matrix: in shape, strides and dtype."""
     assert isinstance(matrix, ArrayMatrix)
     found = object.__new__(ArrayMatrix)
     vars(found).update(vars(matrix), array=array)
@@ -254,11 +239,7 @@ def is_plain(array: object) -> bool:
 
 
 def _min_row_elements(array: Array) -> int:
-    """Return `Layout.zero_copy_width` of an array.
-
-    It is 0 if the GPU can copy no block of this array directly: the array is empty, not contiguous along
-    rows, or not in native byte order.
-    """
+    """Return `Layout.zero_copy_width` of an array; 0 if the GPU can copy no block of it directly."""
     cols, (stride, step), size = int(array.shape[1]), array.strides, int(array.itemsize)
     contiguous = step == size and cols * size <= stride < MAX_STRIDE and array.ctypes.data % size == 0
     if not contiguous or not array.size or not array.dtype.isnative:
@@ -267,10 +248,7 @@ def _min_row_elements(array: Array) -> int:
 
 
 def _has_contiguous_rows(array: Array) -> bool:
-    """Return whether a BLAS can multiply blocks of an array in place.
-
-    Its elements must be aligned and in native byte order. Rows must be contiguous and must not overlap.
-    """
+    """Return whether a BLAS can multiply blocks of an array in place."""
     (rows, cols), (stride, step), size = array.shape, array.strides, array.itemsize
     contiguous = cols == 1 or step == size
     apart = rows == 1 or (stride >= cols * size and stride % size == 0)
@@ -278,11 +256,7 @@ def _has_contiguous_rows(array: Array) -> bool:
 
 
 def _prefetch(mapped: mmap.mmap, block: Array) -> None:
-    """Ask the system, in one call, to load all pages of a memory map that a block spans.
-
-    This takes a fraction of the processor time of page faults. Do nothing for small or sparse blocks: see
-    `MIN_PREFETCH` and `MAX_PREFETCH_RATIO`.
-    """
+    """Ask the system to load all pages that a block spans, unless it is small or sparse."""
     low, high = np.lib.array_utils.byte_bounds(block)
     if MIN_PREFETCH <= high - low <= MAX_PREFETCH_RATIO * block.nbytes:
         _advise(mapped, WILL_NEED, block)
@@ -296,10 +270,7 @@ def _advise(mapped: mmap.mmap, advice: int | None, block: Array) -> None:
 
 
 def _underlying_map(array: Any) -> mmap.mmap | None:
-    """Return the `mmap` object of the mapped file that an array is a view of; None if there is none.
-
-    Anonymous maps, which are ordinary memory, do not count.
-    """
+    """Return the map of a file that an array is a view of; None if there is none."""
     named = False
     while array is not None and not isinstance(array, mmap.mmap):
         named = named or (isinstance(array, np.memmap) and array.filename is not None)
@@ -308,10 +279,7 @@ def _underlying_map(array: Any) -> mmap.mmap | None:
 
 
 def _is_private(array: Any) -> bool:
-    """Return whether an array is a view of a copy-on-write map (`mmap_mode="c"`).
-
-    Writes to such an array never reach the file.
-    """
+    """Return whether an array is a view of a copy-on-write map, whose changes never reach the file."""
     while array is not None:
         if isinstance(array, np.memmap) and array.mode == "c":
             return True
@@ -345,10 +313,7 @@ def in_float64(block: Array) -> Array:
 
 
 def scratch_array(purpose: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return an array in memory that the thread uses again for the next array for this purpose.
-
-    A read through several views needs a purpose for each of them.
-    """
+    """Return an array in memory that the thread uses again for the next array for this purpose."""
     size = prod(shape) * dtype.itemsize
     kept: Array | None = getattr(_kept, purpose, None)
     if kept is None or kept.size < size:
@@ -358,11 +323,7 @@ def scratch_array(purpose: str, shape: tuple[int, ...], dtype: np.dtype[Any]) ->
 
 
 def read_block(purpose: str, matrix: Matrix, rows: Range, cols: Range) -> Array:
-    """Return a block of a matrix, which must not be changed.
-
-    It is a view of a plain array in memory. Other matrices are read into memory that the thread uses again
-    for the next block for this purpose.
-    """
+    """Return a block of a matrix, which must not be changed: a view, or memory that the thread uses again."""
     block = viewed(matrix, rows, cols)
     if block is None:
         block = scratch_array(purpose, (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
@@ -521,10 +482,7 @@ class SparseMatrix:
             self._add(_Part(rows, cols, counts, columns, scores), len(columns))
 
     def csr(self) -> tuple[Array, Array, Array]:
-        """Return all elements row by row, in ascending order of columns: row starts, columns, and scores.
-
-        Call this after all elements have been added.
-        """
+        """Return all elements row by row, in ascending order of columns: row starts, columns, and scores."""
         if self._ordered is None:
             self._ordered = self._order()
         return self._ordered

@@ -141,7 +141,7 @@ def described(matrix: Matrix, store: str, path: str | None = None) -> dict[str, 
 
 
 def file_identities(path: str | Path) -> set[object]:
-    """Return the ids of a matrix in one file; none if it was deleted or renamed: its identity is unknown."""
+    """Return the ids of a matrix in one file; none if it was deleted or renamed."""
     try:
         status = os.stat(path)
     except OSError:
@@ -273,7 +273,6 @@ def package(source: object) -> str:
 
 
 def not_writable(name: str) -> InputError:
-    """Return the error for a result that cannot be written to."""
     return InputError(f"{name} cannot be written to: pass a writable ndarray, a zarr array or a path")
 
 
@@ -287,13 +286,10 @@ def refuse_zarr_options(kind: str, chunks: tuple[int, int] | None, compressor: s
 
 
 def transient(error: BaseException) -> bool:
-    """Return whether an error of a read is temporary, so that a retry may succeed.
-
-    Each client of a remote store has its own exception class for a lost connection. These classes are
-    recognized by words in their names.
-    """
+    """Return whether an error of a read is temporary, so that a retry may succeed."""
     if isinstance(error, OSError) and error.errno in _TRANSIENT:
         return True
+    # Each client of a remote store has its own exception class for a lost connection.
     names = " ".join(kind.__name__ for kind in type(error).__mro__)
     return any(word in names for word in ("Connect", "Disconnect", "Timeout"))
 
@@ -312,10 +308,7 @@ class DtypeError(InputError):
 def checked(
     name: str, shape: tuple[int, ...], dtype: np.dtype[Any], declared: Any = None
 ) -> tuple[tuple[int, int], np.dtype[Any]]:
-    """Check that an operand can be multiplied, and return its shape and its dtype in native byte order.
-
-    Raises `InputError` for an unsupported shape and `DtypeError` for an unsupported dtype.
-    """
+    """Return the shape and the native dtype of an operand. Raises `InputError` or `DtypeError`."""
     if len(shape) < 2 and dtype.kind in "OSUmM":
         raise InputError(f"{name} is not an array of numbers: pass an array with two dimensions, or a path")
     if len(shape) != 2:
@@ -355,10 +348,7 @@ def pieces(
 
 
 def _cuts(span: Range, chunk: int, chunks_each: int) -> Iterator[Range]:
-    """Cut a range of one axis into parts of `chunks_each` chunks. Each chunk has `chunk` elements.
-
-    The first and the last part may be smaller.
-    """
+    """Cut a range into parts of `chunks_each` chunks. The first and the last part may be smaller."""
     start, stop = span
     while start < stop:
         end = min(stop, (start // chunk + chunks_each) * chunk)
@@ -506,14 +496,7 @@ class ConstantRows(ReadOnly):
     what = "a matrix of equal rows"
 
     def __init__(self, name: str, row: Array, count: int, resident_bytes: int = 0) -> None:
-        """Make the matrix.
-
-        Args:
-            name: its name in messages.
-            row: one row, a vector.
-            count: the number of rows.
-            resident_bytes: host memory that the caller needs during the run (`Layout.resident_bytes`).
-        """
+        """Repeat a vector. `resident_bytes` are held by the caller (`Layout.resident_bytes`)."""
         self.name, self._row = name, row
         self.shape = count, len(row)
         self.dtype: np.dtype[Any] = row.dtype
@@ -534,13 +517,7 @@ class SlicedMatrix(View):
     """
 
     def __init__(self, matrix: Matrix, slicing: Slicing, *, transposed: bool) -> None:
-        """View A or B.
-
-        Args:
-            matrix: the operand, named "A" or "B".
-            slicing: the slices of k.
-            transposed: whether op() transposes the operand.
-        """
+        """View A or B, whose rows and columns op() exchanges if it is `transposed`."""
         super().__init__(matrix)
         self._slicing = slicing
         self._k_axis = int((matrix.name == "A") != transposed)

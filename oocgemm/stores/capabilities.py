@@ -248,10 +248,7 @@ def cached_chunks(matrix: Matrix) -> CachedChunks | None:
 
 
 def span(matrix: Matrix) -> tuple[int, int]:
-    """Return the address of a matrix in memory, and the bytes from there to the end of the last element.
-
-    This is the range of memory that must be pinned for direct copies.
-    """
+    """Return the address of a matrix in memory, and the bytes up to the end of the last element."""
     array = memory(matrix)
     if array.flags.c_contiguous:  # the usual case, in a third of the time
         return array.ctypes.data, array.nbytes
@@ -267,11 +264,7 @@ DATA = "data.npy"
 
 
 def found_locally(path: str) -> bool:
-    """Return whether a local path leads to a file, to a symbolic link, or to a folder with content.
-
-    A symbolic link to nothing counts too. A folder that is empty, or contains only the journal of a run that
-    was killed before it created C, does not count. The path `x/../y` is taken as `y`, even if `x` is missing.
-    """
+    """Return whether a local path leads to anything but a folder that is empty, or has only a journal."""
     try:
         if set(os.listdir(path)) <= {SIDECAR}:
             return False
@@ -302,10 +295,7 @@ def check_new(name: str, path: str, wanted: int = 0) -> None:
 
 
 def check_room(name: str, path: str, wanted: int) -> None:
-    """Raise `InputError` unless the disk of a path has `wanted` free bytes. The path need not exist.
-
-    `name` is the name of the array in the message.
-    """
+    """Raise `InputError` unless the disk of a path, which need not exist, has `wanted` free bytes."""
     free = free_bytes(path)
     if free < wanted:
         raise InputError(
@@ -315,10 +305,7 @@ def check_room(name: str, path: str, wanted: int) -> None:
 
 
 def no_room(matrix: Matrix, error: OSError, min_bytes: int) -> str:
-    """Return the message for a full disk: the path of C, how many bytes are missing, and the remedy.
-
-    The number of missing bytes is an estimate, and at least `min_bytes`, the size of the write that failed.
-    """
+    """Return the message for a full disk: the path of C, about how many bytes are missing, and the remedy."""
     path = str(matrix.describe()["path"]).removeprefix("file://")
     wanted = max(min_bytes, matrix.missing_bytes() if isinstance(matrix, Resumable) else 0)
     free = ""
@@ -332,10 +319,8 @@ def no_room(matrix: Matrix, error: OSError, min_bytes: int) -> str:
 
 
 def raw_bytes(shape: tuple[int, int], chunks: tuple[int, int], itemsize: int) -> int:
-    """Return the bytes that an array takes on disk if its chunks are not compressed.
-
-    zarr stores chunks at the edges of the array in full size, and each file takes whole pages.
-    """
+    """Return the bytes that an array takes on disk if its chunks are not compressed."""
+    # zarr stores chunks at the edges of the array in full size, and each file takes whole pages.
     count = -(-shape[0] // chunks[0]) * -(-shape[1] // chunks[1])
     return count * padded(chunks[0] * chunks[1] * itemsize)
 
@@ -348,7 +333,7 @@ def warn_of_folders(name: str, path: str) -> None:
 
 
 def free_bytes(path: str) -> int:
-    """Return the free bytes of the file system that a path is on. The path need not exist."""
+    """Return the free bytes of the file system that a path, which need not exist, is on."""
     place = Path(path).absolute()
     while not os.path.exists(place):
         place = place.parent

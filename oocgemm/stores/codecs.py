@@ -48,10 +48,7 @@ _of_thread = threading.local()
 
 
 def decompresser(codec_id: str) -> Decompress | None:
-    """Return the function that decompresses the data of a codec of numcodecs, for use in this thread only.
-
-    Returns None for a codec other than zstd and blosc, or if the C library cannot be called.
-    """
+    """Return the function that decompresses zstd or blosc data, for this thread; None if there is none."""
     made: dict[str, Decompress | None] = _of_thread.__dict__
     if codec_id not in made:
         make = {"zstd": _zstd, "blosc": _blosc}.get(codec_id)
@@ -60,7 +57,6 @@ def decompresser(codec_id: str) -> Decompress | None:
 
 
 def decompress(codec_id: str, stored: Array, out: Array) -> bool:
-    """Decompress `stored` into `out`, both contiguous arrays of bytes. Return whether `out` was filled."""
     call = decompresser(codec_id)
     return call is not None and call(stored.ctypes.data, stored.nbytes, out.ctypes.data, out.nbytes)
 
@@ -133,10 +129,7 @@ GZIP, ZLIB = 31, 15
 
 
 def decompress_into(compressor: Any, stored: Array, out: Array) -> None:
-    """Decompress `stored` with a codec of numcodecs, and fill `out`, a contiguous array of bytes.
-
-    Raises `ValueError` if the result has another size than `out`, and whatever the codec raises.
-    """
+    """Decompress `stored` into `out`, all of it. Raises `ValueError`, and whatever the codec raises."""
     if decompresses_in_place(compressor, stored, out):
         return
     data = decompressed(compressor, stored, out.nbytes)
@@ -146,11 +139,7 @@ def decompress_into(compressor: Any, stored: Array, out: Array) -> None:
 
 
 def decompresses_in_place(compressor: Any, stored: Array, out: Array) -> bool:
-    """Decompress `stored` straight into `out`, a contiguous array of bytes, if the compressor can do so.
-
-    Returns whether `out` was filled. If not, `decompressed` says what is wrong with the data. Raises
-    `ValueError` for truncated blosc data, and whatever the codec raises.
-    """
+    """Decompress `stored` straight into `out` if the compressor can. Return whether it was filled."""
     if decompress(compressor.codec_id, stored, out):
         return True
     if compressor.codec_id in INTO_MEMORY and decoded_size(compressor, stored) == out.nbytes:
@@ -160,14 +149,10 @@ def decompresses_in_place(compressor: Any, stored: Array, out: Array) -> bool:
 
 
 def decoded_size(compressor: Any, stored: Array) -> int | None:
-    """Return the decoded size in bytes that the header of a compressed chunk states; None if it states none.
-
-    Raises `ValueError` for truncated blosc data. The blosc decoder does not check this, and would read beyond
-    the end of the data.
-    """
+    """Return the decoded bytes that the header of a compressed chunk states; None if it states none."""
     head = stored[:18].tobytes()
     match compressor.codec_id:
-        case "blosc":
+        case "blosc":  # whose decoder would read beyond the end of truncated data
             if len(head) < 16 or int.from_bytes(head[12:16], "little") > stored.nbytes:
                 raise ValueError(f"blosc data of {stored.nbytes} bytes is truncated")
             return int.from_bytes(head[4:8], "little")
@@ -213,10 +198,7 @@ def decompressed(compressor: Any, stored: Array, size: int) -> Array:
 
 
 def inflate(stored: Array, wbits: int, size: int) -> bytes:
-    """Decompress gzip or zlib data, whose decoded size is expected to be `size` bytes.
-
-    `wbits` is `GZIP` or `ZLIB`. Raises `zlib.error` for damaged data.
-    """
+    """Decompress gzip or zlib data (`wbits`), which should have `size` bytes. Raises `zlib.error`."""
     found: bytes = _inflater()(stored.data, wbits, size + 1)
     return found
 
@@ -307,10 +289,7 @@ class Frame(NamedTuple):
 
 
 def index_of(slot: Array, chunks: int) -> list[tuple[int, int]]:
-    """Return where the frame of each chunk of a strip begins in a host slot, and its bytes.
-
-    A GPU that compresses C writes these numbers to the start of the slot.
-    """
+    """Return where the frame of each chunk begins in a host slot, and its bytes, as a GPU wrote them."""
     return [(start, size) for start, size in slot[: 16 * chunks].view(np.uint64).reshape(chunks, 2).tolist()]
 
 
@@ -383,10 +362,7 @@ _CHECKSUM_PART = 1 << 20
 
 
 def unavailable(stated: Any) -> str:
-    """Return the compressor within blosc that metadata states and numcodecs lacks, such as "snappy", or "".
-
-    `stated` is the metadata as JSON, or a codec.
-    """
+    """Return the compressor in blosc that metadata (JSON or a codec) states and numcodecs lacks, or ""."""
     if isinstance(stated, Mapping):
         name = stated.get("cname")
         if isinstance(name, str) and name not in _inside_blosc():
@@ -427,27 +403,18 @@ class Encoding:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether the decompressed bytes are a C-contiguous array in native byte order.
-
-        Then a chunk can be decompressed straight into its destination.
-        """
+        """Whether the decompressed bytes are a C-contiguous array in native byte order."""
         return self.order == "C" and self.dtype.isnative
 
     def decode_bytes(self, size: int) -> int:
-        """Return the bytes of temporary memory that decoding a chunk takes, without the destination.
-
-        `size` is the size of the decoded chunk in bytes.
-        """
+        """Return the temporary memory of decoding a chunk of `size` bytes, without the destination."""
         if self.compressor is None:
             return 0
         # bz2 and lzma decode parts of a chunk and then join them, so that the chunk is in memory twice.
         return size if self.compressor.codec_id in (*INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
-        """Return the bytes of temporary memory that encoding and writing a chunk takes, without the input.
-
-        `size` is the size of the chunk before compression, in bytes.
-        """
+        """Return the temporary memory of encoding and writing a chunk of `size` bytes, without the input."""
         # Every chunk needs a buffer for the content of its file. A compressed chunk needs two more: for the
         # elements in stored order, and for the output of the compressor.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
@@ -480,10 +447,7 @@ class Encoding:
     def decode_part(
         self, stored: Array, shape: tuple[int, int], wanted: tuple[slice, slice], out: Array
     ) -> None:
-        """Decode a chunk of shape `shape` from its bytes `stored`, and copy a part of it to `out`.
-
-        `wanted` are the rows and columns of the part. Raises `ValueError` if it cannot be decoded.
-        """
+        """Decode a chunk of shape `shape`, and copy its part `wanted` to `out`. Raises `ValueError`."""
         into = out if out.shape == shape and out.flags.c_contiguous else None
         try:
             elements = self.decode(stored, shape, into)
@@ -541,10 +505,7 @@ class Encoding:
 
 
 def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | None:
-    """Return the encoding of an array of zarr format 2, given its metadata; None for unknown codecs.
-
-    `dtype` has the stored byte order.
-    """
+    """Return the encoding of an array of zarr format 2, of the stored `dtype`; None for unknown codecs."""
     if metadata.get("filters") or metadata.get("order") not in ("C", "F"):
         return None
     config = metadata.get("compressor")

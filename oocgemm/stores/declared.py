@@ -86,10 +86,7 @@ def of_attributes(attributes: Mapping[str, Any], dtype: np.dtype[Any], *codes: A
 
 
 def of_zarr(zarr_format: int, attributes: Mapping[str, Any], fill: Any, dtype: np.dtype[Any]) -> Declared:
-    """Return what a zarr array declares. `fill` is its fill value; None if its metadata has none.
-
-    In format 2, xarray stores `_FillValue` as the fill value of the array.
-    """
+    """Return what a zarr array declares. `fill` is its fill value; None if its metadata has none."""
     is_code = zarr_format == 2 and fill is not None and DIMENSIONS in attributes
     return of_attributes(attributes, dtype, *([fill] if is_code else []))
 
@@ -190,11 +187,7 @@ def _of_tensorstore(source: Any, dtype: np.dtype[Any]) -> Declared:
 
 
 def decoded(matrix: Matrix) -> Matrix:
-    """Return a view of an operand in which stored numbers are its elements, as its attributes declare them.
-
-    Raises:
-        InputError: the operand is packed.
-    """
+    """Return a view of an operand that refuses missing elements. Raises `InputError` if it is packed."""
     found: Declared = getattr(matrix, "declared", NOTHING)
     if found == NOTHING:
         return matrix
@@ -247,12 +240,10 @@ class CompleteMatrix(View):
         return CompleteMatrix(self._matrix, left) if left else self._matrix
 
     def fingerprint(self) -> dict[str, object] | None:
-        """Return that of the matrix, and the codes: statistics of other views may count missing elements."""
         found = self._matrix.fingerprint()
         return found and found | {"complete": [str(value) for value in self.missing]}
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block into `out`. Raises `ExecutionError` if an element is missing."""
         self._matrix.read(rows, cols, out)
         height = max(1, _SEARCHED // max(1, out.shape[1]))
         for top in range(0, len(out), height):

@@ -56,11 +56,7 @@ def check_new_format(name: str, path: str) -> None:
 
 
 def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError | None:
-    """Return the error for a file that is neither zarr nor .npy, with the remedy.
-
-    For an operand, the remedy is a conversion. With `writable`, the path was given for a result, and the
-    remedy is another path. Return None for a folder, a URL, and a path where nothing exists.
-    """
+    """Return the error for a file that is neither zarr nor .npy, with the remedy; None if it is no file."""
     if "://" in path or not os.path.isfile(path):
         return None
     kind = format_of(path)
@@ -76,11 +72,7 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
 
 
 def check_found(name: str, path: str) -> None:
-    """Raise `NotFoundError` for a local path at which nothing exists.
-
-    Raises `InputError` without the permission to look it up. For a symbolic link to nothing, the message says
-    where the link leads.
-    """
+    """Raise `NotFoundError` if nothing is at a local path, `InputError` if it may not be looked up."""
     try:
         if "://" in path or os.stat(path):
             return
@@ -106,7 +98,7 @@ def not_readable(name: str, error: OSError) -> InputError:
 
 
 def check_url_format(name: str, url: str) -> None:
-    """Raise `InputError` if the suffix of a URL is that of a file format, which only local files may have."""
+    """Raise `InputError` if the suffix of a URL is that of a format that only local files may have."""
     kind = "a .npy file" if url.endswith(".npy") else format_of(url)
     if kind:
         raise InputError(
@@ -116,10 +108,7 @@ def check_url_format(name: str, url: str) -> None:
 
 
 def missing_client(name: str, path: str, error: ImportError) -> InputError:
-    """Return the error for a URL if the package that reads this kind of URL is not installed.
-
-    `error` is the failed import.
-    """
+    """Return the error for a URL whose client package is not installed."""
     kind = path.partition("://")[0]
     return InputError(
         f"{name} at {path}: {kind}:// needs a package that is not installed ({error}): "
@@ -161,7 +150,6 @@ class OperandFacts:
 
     @classmethod
     def of(cls, matrix: Matrix) -> "OperandFacts":
-        """Describe an open operand."""
         header = matrix.describe()
         path = None if header["path"] is None else str(header["path"]).removeprefix("file://")
         missing = matrix.missing if isinstance(matrix, CompleteMatrix) else ()
@@ -215,12 +203,7 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
 
 
 def conversion(name: str, store: str, path: str | None, dtype: str, missing: tuple[Any, ...] = ()) -> str:
-    """Return the remedy "convert X by ...", with a shell command for a path and Python code for an object.
-
-    The codes of missing elements, `missing`, are kept in the attributes of a new zarr array. The command
-    works for files that are larger than memory. For a zarr array it loads one chunk or shard at a time, for
-    an HDF5 dataset one row of chunks, and for a .npy file it uses memory maps.
-    """
+    """Return the remedy "convert X by ...": a shell command for a path, Python code for an object."""
     if path is None or path.startswith("memory:"):
         line = f'{name} = numpy.asarray({name}[:], "{dtype}")'
         if store in ("dask", "xarray"):
@@ -259,10 +242,7 @@ def conversion(name: str, store: str, path: str | None, dtype: str, missing: tup
 
 
 def _conversion_from_hdf5(name: str, path: str, dtype: str, kept: str) -> str:
-    """Return the remedy for an HDF5 dataset at an address: a command that copies it to a zarr array.
-
-    `kept` are further arguments for the new array.
-    """
+    """Return the remedy for an HDF5 dataset: a command that copies it to a zarr array."""
     file, _, dataset = path.partition(MARK)
     new = f"{os.path.splitext(file)[0]}-{dtype}.zarr"
     code = (
@@ -333,10 +313,7 @@ def _remedy(path: str) -> str:
 
 
 def _first_array(path: str) -> str:
-    """Return the name of the first array in a .npz archive.
-
-    If the archive cannot be read, return "arr_0", the name that NumPy gives to a single array.
-    """
+    """Return the name of the first array in a .npz archive, or "arr_0", that of a single array."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()[0].removesuffix(".npy")

@@ -241,18 +241,15 @@ class BedMatrix(ReadOnly):
         )
 
     def transposed(self) -> Self:
-        """Return the transpose. With a row per variant, rows are contiguous in the file."""
         return type(self)(
             *(self.name, self._path, self._individuals, self._variants), by_variant=not self._by_variant
         )
 
     @property
     def variant_axis(self) -> int:
-        """The axis that numbers the variants."""
         return 0 if self._by_variant else 1
 
     def packed(self) -> Matrix:
-        """Return the bytes of the file as a matrix, with a row per variant."""
         return NpyMatrix(self.name, self._path, (self._variants, self._line), self.dtype, _HEADER)
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -293,7 +290,6 @@ class BedMatrix(ReadOnly):
 
 
 def is_bed(path: str) -> bool:
-    """Return whether a path is that of a .bed file, by its suffix."""
     return path.endswith(SUFFIX) and "://" not in path
 
 
@@ -334,7 +330,7 @@ def open_bed(name: str, path: Path) -> BedMatrix:
 
 
 def individuals_of(path: Path) -> list[tuple[str, str]]:
-    """Return the family ID and the individual ID of each individual in a .bed file. Raises `InputError`."""
+    """Return the family ID and the individual ID of each individual of a .bed file. Raises `InputError`."""
     place = path.with_suffix(".fam")
     try:
         lines = read_regular(place).decode("utf-8", "surrogateescape").splitlines()
@@ -495,7 +491,6 @@ class GrmMatrix(NpyMatrix):
 
 
 def is_grm(path: str) -> bool:
-    """Return whether a path is that of a .grm.bin file, by its suffix."""
     return path.endswith(GRM_SUFFIX) and "://" not in path
 
 
@@ -540,7 +535,6 @@ def write_companions(path: Path, individuals: Sequence[tuple[str, str]], variant
 
 
 def _replace(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Create or replace a file atomically."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with open(temporary, "wb") as file:

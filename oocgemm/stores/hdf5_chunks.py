@@ -107,11 +107,7 @@ class Index:
 
 
 def listed(found: "h5py.Dataset", path: str) -> tuple[Index, str]:
-    """Return where the stored chunks of a dataset are, and "".
-
-    If that is unknown, return an empty index and the reason why. One call lists all chunks: a call per chunk
-    would take quadratic time.
-    """
+    """Return where the stored chunks of a dataset are, and ""; or an empty index, and why that is unknown."""
     (height, width), grid = found.chunks, _grid(found)
     nothing = Index(grid, *(np.zeros(0, dtype) for dtype in ("i8", "i8", "i8", "u4")))
     if 0 in grid:
@@ -180,10 +176,7 @@ class _Observed(io.FileIO):
 
 
 def _is_right(found: "h5py.Dataset", path: str, index: Index) -> bool:
-    """Return whether HDF5 reads chunks of the index where the index says that they are.
-
-    A chunk that ends beyond the file is taken as right: the file is truncated, which is another error.
-    """
+    """Return whether HDF5 reads chunks of the index where the index says that they are."""
     count, size = len(index.numbers), os.path.getsize(path)
     chosen = range(count)
     if count > COMPARED:
@@ -258,10 +251,7 @@ class HDF5Chunks:
         return MIN_DIRECT + decoded + self.pipeline.scratch_bytes(self.index.max_stored)
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read the block at these rows and columns into `out`.
-
-        Raises `ExecutionError`, which names the chunk, for a damaged chunk.
-        """
+        """Read a block into `out`. Raises `ExecutionError`, which names the chunk, for a damaged chunk."""
         height, width = self.chunk
         if out.size == 0 or self._read_cached(rows, cols, out):
             return
@@ -290,10 +280,7 @@ class HDF5Chunks:
         return CachedChunks(self.path, None, self.chunk, itemsize, end, offsets=index.grid_offsets())
 
     def _read_cached(self, rows: Range, cols: Range, out: Array) -> bool:
-        """Read a block from the page cache by compiled code. Return whether that was possible.
-
-        On few cores, large chunks are read faster from a mapping.
-        """
+        """Read a block from the page cache by compiled code. Return whether that was possible."""
         fast = self._decoded_bytes < MIN_DIRECT or many_cores()
         return bool(fast and self._raw and self._raw.read(rows, cols, out) == [])
 
@@ -331,10 +318,7 @@ class HDF5Chunks:
         yield (columns[start], columns[-1] + 1), entries[start:]
 
     def _read_run(self, file: OpenFile, i: int, run: Run, lines: slice, cols: Range, band: Array) -> None:
-        """Read the rows `lines` of the chunks `run` in row `i` of the grid.
-
-        `band` has these rows, and the columns `cols` of the dataset.
-        """
+        """Read the rows `lines` of the chunks `run` in row `i` of the grid into `band`."""
         width = self.chunk[1]
         (first, last), entries = run
         if entries is None:
@@ -376,7 +360,7 @@ class HDF5Chunks:
     def _read_straight(
         self, file: OpenFile, start: int, j: int, lines: slice, cols: Range, band: Array
     ) -> None:
-        """Read a large chunk without filters, which begins at the byte `start` of the file, into `band`."""
+        """Read a large chunk without filters, at the byte `start` of the file, into `band`."""
         width = self.chunk[1]
         left, right = max(cols[0], j * width), min(cols[1], (j + 1) * width)
         part = (left - j * width, right - j * width)
@@ -395,10 +379,7 @@ class HDF5Chunks:
         cols: Range,
         band: Array,
     ) -> None:
-        """Decode chunks from their bytes `stored`, and copy their rows `lines`.
-
-        They are the entries `part` of the index, and begin at the column `first` of row i of the grid.
-        """
+        """Decode the entries `part`, from column `first` of row i on, and copy their rows `lines`."""
         sizes, masks = self.index.sizes[part].tolist(), self.index.masks[part].tolist()
         size, last = self._decoded_bytes, first + len(sizes)
         decoded, rest = memory[: len(sizes) * size], memory[_rounded(max(BATCH_BYTES, size)) :]
@@ -466,12 +447,10 @@ class Fill:
     """Read a dataset without any stored element: all have the fill value."""
 
     def __init__(self, value: Any) -> None:
-        """Set the fill value; None if the dataset has none."""
         self._value = value
         self.layout = Layout()
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Fill `out`. Raises `ExecutionError` if the dataset has no fill value."""
         if self._value is None:
             raise ExecutionError("the dataset was never written, and it has no fill value: write it")
         out[...] = self._value
@@ -495,12 +474,7 @@ class HDF5Matrix(ReadOnly):
         declared: Declared,
         described: dict[str, object],
     ) -> None:
-        """Wrap a dataset.
-
-        `name` is its name in messages. `stored` describes shape, dtype and storage, for the fingerprint.
-        `declared` is what the attributes declare about elements. `described` is added to what `describe`
-        returns.
-        """
+        """Wrap a dataset. `stored` describes it for the fingerprint, `described` for the log."""
         self.name, self.shape, self.dtype, self.declared = name, shape, dtype, declared
         self.layout = reader.layout
         self._file, self._dataset, self._reader = Path(file), dataset, reader
@@ -508,11 +482,6 @@ class HDF5Matrix(ReadOnly):
         self._status = self._present()
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block into `out`.
-
-        Raises `ExecutionError` for a damaged chunk, and if the file has changed since it was opened. Raises
-        `EOFError` if the file is too short.
-        """
         if self._present() != self._status:
             raise ExecutionError(f"{self._file} was changed since it was opened: do not write to operands")
         try:
@@ -525,16 +494,13 @@ class HDF5Matrix(ReadOnly):
             raise ExecutionError(f"{self._place} cannot be read, it may be damaged: {error}") from error
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the real path, the shape and storage, and digests of the file's status."""
         path = f"{os.path.realpath(self._file)}{MARK}{self._dataset}"
         return {"path": path, "metadata": self._stored, **fingerprints([self._file])}
 
     def describe(self) -> dict[str, object]:
-        """Return facts for the log. "direct" is false if h5py reads the dataset."""
         return described(self, "hdf5", self._place) | self._described
 
     def identities(self) -> set[object]:
-        """Return the identity of the file. Two datasets of one file share it."""
         return file_identities(self._file)
 
     @property

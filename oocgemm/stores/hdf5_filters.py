@@ -41,25 +41,14 @@ MIN_BLOCK = 128
 
 
 def scratch_bytes(size: int, max_stored: int, block: int = MIN_BLOCK) -> int:
-    """Return how much scratch memory any function here needs.
-
-    `size` is the size of a decoded chunk, `max_stored` the size of the largest stored one, and `block` that
-    of the smallest block, in bytes.
-    """
+    """Return how much scratch memory any function here needs, for decoded and stored sizes, in bytes."""
     # The size of each block is stored in 4 bytes, which limits the number of blocks, too.
     blocks = min(size // block, max_stored // _SIZE.size) + 2
     return max(UNSHUFFLE_BYTES, max_stored + _SIZE_IN_FRAME.size * blocks) + 2 * _HEADER.size
 
 
 def unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
-    """Undo the filter shuffle, which stores all first bytes of elements, then all second bytes, and so on.
-
-    Arguments:
-        data: the shuffled bytes
-        itemsize: bytes per element; bytes after the last whole element are not shuffled
-        out: receives as many bytes
-        memory: scratch memory of `scratch_bytes`
-    """
+    """Undo the filter shuffle, which stores all first bytes of elements, then all second bytes, and so on."""
     count = data.nbytes // itemsize
     whole, step = count * itemsize, max(1, UNSHUFFLE_BYTES // itemsize)
     planes = data[:whole].reshape(itemsize, count)
@@ -80,17 +69,7 @@ def unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
 
 
 def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memory: Array) -> None:
-    """Decode data of the filter LZ4 or, with `itemsize` > 0, of the filter bitshuffle.
-
-    Arguments:
-        data: the bytes that the filter stored
-        compressor: `LZ4_BLOCKS` or `ZSTD_BLOCKS`
-        itemsize: bytes per element of bitshuffled data; 0 for the filter LZ4
-        out: receives the decoded bytes
-        memory: scratch memory of `scratch_bytes`
-
-    Raises `ValueError` for damaged data, and whatever the decoder raises.
-    """
+    """Decode data of the filter LZ4 or, with `itemsize` > 0, of bitshuffle. Raises `ValueError`."""
     if data.nbytes < _PREFIX.size:
         raise ValueError(f"{data.nbytes} bytes are too few for a header")
     size, block = _PREFIX.unpack_from(data.data)
@@ -136,10 +115,7 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
 
 
 def _decompressed(data: Array, compressor: int) -> Array:
-    """Return a block that decompresses to as many bytes as it has.
-
-    Raises `ValueError` if it has another size, and `RuntimeError` if it is damaged.
-    """
+    """Return a block that decompresses to as many bytes as it has. Raises `ValueError`."""
     size = data.nbytes
     if compressor == LZ4_BLOCKS:
         found = lz4.decompress(_SIZE_IN_FRAME.pack(size) + data.tobytes())
@@ -238,16 +214,7 @@ class Pipeline:
         return -(-(self.size + CHECKSUM_BYTES * checksums) // 64) * 64
 
     def decode(self, stored: Array, mask: int, out: Array, memory: Array) -> None:
-        """Fill `out`, a contiguous array of the bytes of a chunk, from the chunk's stored bytes.
-
-        Arguments:
-            stored: the stored bytes
-            mask: bit i is set if filter i was not applied to this chunk (HDF5's filter_mask)
-            out: the destination, of `size` bytes
-            memory: scratch memory of `scratch_bytes`
-
-        Raises `ValueError` for a wrong size or checksum, and whatever a decompressor raises.
-        """
+        """Fill `out` with a chunk. Bit i of `mask`: filter i was not applied. Raises `ValueError`."""
         rest, data = memory[2 * self._room :], stored
         for undo, size, place in self._steps(mask):
             if undo is None:

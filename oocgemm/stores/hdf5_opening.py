@@ -44,10 +44,7 @@ _CLASSIC = b"CDF"
 
 
 def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
-    """Open a dataset of a local file. `name` is its name in messages. Raises `InputError`.
-
-    Raises `DtypeError`, an `InputError`, for an unsupported dtype. Warns if h5py has to read the dataset.
-    """
+    """Open a dataset of a local file. Raises `InputError`. Warns if h5py has to read the dataset."""
     file = _opened(name, path)
     why = ""
     try:
@@ -161,10 +158,7 @@ def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dat
 
 
 def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
-    """Return the name of a dataset after its soft links are followed.
-
-    Raises `InputError` for a link to another file, without opening that file.
-    """
+    """Follow soft links. Raises `InputError` for a link to another file, without opening that file."""
     found, left = "", [part for part in dataset.split("/") if part not in ("", ".")]
     for _ in range(_MAX_STEPS):
         if not left:
@@ -185,10 +179,7 @@ def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
 
 
 def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int]) -> tuple[Reader, str]:
-    """Return the reader of a dataset, and the reason if that is h5py's, or "".
-
-    Raises `InputError`.
-    """
+    """Return the reader of a dataset, and the reason if that is h5py's, or ""."""
     place = f"{name}: {path}{MARK}{found.name}"
     plist = found.id.get_create_plist()
     layout = plist.get_layout()
@@ -254,7 +245,6 @@ def _chunked(
     index: Index,
     fill: Any,
 ) -> Reader:
-    """Return the reader of a chunked dataset. Raises `InputError` if a chunk ends beyond the file."""
     if not len(index.numbers):
         return Fill(fill)
     size = os.path.getsize(path)
@@ -279,11 +269,7 @@ def _chunked(
 
 
 def _edges_are_right(found: "h5py.Dataset", reader: HDF5Chunks) -> bool:
-    """Return whether chunks that extend beyond the dataset are read as h5py reads them.
-
-    HDF5 can store such chunks without filters, and does not say so (H5Pset_chunk_opts). Then they have the
-    size of a chunk without filters.
-    """
+    """Return whether chunks that extend beyond the dataset are read as h5py reads them."""
     index, (height, width) = reader.index, reader.chunk
     if not reader.pipeline.filters:
         return True

@@ -92,7 +92,7 @@ class LazyMatrix(ReadOnly):
     """A matrix whose blocks are slices of any object with a shape, a dtype and slicing. It is read-only."""
 
     def __init__(self, name: str, source: Any) -> None:
-        """Wrap an object. Raises `InputError` if it cannot be an operand; `name` is its name in messages."""
+        """Wrap an object. Raises `InputError` if it cannot be an operand."""
         kind, attributes = package(source), source
         if kind == "xarray" and source.chunks is not None:
             source, kind = source.data, package(source.data)  # the wrapped dask array; nothing is computed
@@ -119,10 +119,7 @@ class LazyMatrix(ReadOnly):
         )
 
     def _check_slices(self) -> None:
-        """Raise `InputError` unless a slice of one element converts to an array of shape (1, 1).
-
-        Many objects do not support empty slices, so nothing is checked of an array without elements.
-        """
+        """Raise `InputError` unless a slice of one element converts to an array of shape (1, 1)."""
         if 0 in self.shape:
             return
         kind = type(self._source).__name__
@@ -145,17 +142,12 @@ class LazyMatrix(ReadOnly):
             raise InputError(f"{self.name}: slicing {kind} does not give an array: convert it with {hint}")
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block into `out`, one piece after the other.
-
-        Raises `ExecutionError` if a piece has an unexpected shape or dtype, or masked elements.
-        """
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._piece):
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             with self._turn:
                 self._copy(slice(r0, r1), slice(c0, c1), part)
 
     def _copy(self, rows: slice, cols: slice, out: Array) -> None:
-        """Slice one piece from the object, compute it if it is a dask array, and copy it to `out`."""
         found = self._source[rows, cols]
         if self._kind == "dask":
             found = _computed(found)
@@ -174,7 +166,6 @@ class LazyMatrix(ReadOnly):
         raise ExecutionError(f"{self.name} is lazy and cannot be written to")
 
     def describe(self) -> dict[str, object]:
-        """Return the package, shape and dtype of the array, for the log of a run."""
         return described(self, self._kind)
 
 
@@ -208,11 +199,7 @@ def numpy_dtype(source: Any) -> np.dtype[Any]:
 
 
 def _computed(block: Any) -> Any:
-    """Compute a piece of a dask array.
-
-    If the user has configured a dask scheduler, use it. Otherwise compute in the calling thread. dask's
-    default scheduler would run one thread per core, each with a chunk in memory.
-    """
+    """Compute a piece of a dask array, in this thread unless the user has configured a scheduler."""
     chosen = importlib.import_module("dask").config.get("scheduler", None)
     return block.compute(scheduler=None if chosen else "synchronous")
 

@@ -129,10 +129,7 @@ class NpyMatrix:
         by_columns: bool = False,
         place: Path | None = None,
     ) -> None:
-        """Wrap a file whose elements begin at the byte `offset`.
-
-        They are stored row by row or, with `by_columns`, column by column. `dtype` has the stored byte order.
-        """
+        """Wrap a file whose elements, of the stored `dtype`, begin at the byte `offset`."""
         self.shape, self.dtype = checked(name, shape, dtype)
         self.name = name
         self._path = path
@@ -207,18 +204,11 @@ class NpyMatrix:
             os.close(descriptor)
 
     def _oriented(self, rows: Range, cols: Range, block: Array) -> tuple[Range, Range, Array]:
-        """Express a block in lines of the file. A line is a row or, in Fortran order, a column of the matrix.
-
-        Return the range of lines, the range of elements within each line, and a view of `block` with one row
-        per line. In Fortran order, this view is the transpose of `block`.
-        """
+        """Return a block as a range of lines, a range of each line, and a view with a row per line."""
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 
     def _check_length(self, size: int) -> None:
-        """Raise `EOFError` if `size`, the present size of the file, shows that the file was truncated.
-
-        Without this check, a write would extend the file again and leave zeros for the lost elements.
-        """
+        """Raise `EOFError` for a truncated file, which a write would extend again, with zeros."""
         if size < self._size:
             raise EOFError(f"the file was truncated from {self._size} bytes to {size}")
 
@@ -311,19 +301,12 @@ class NpyMatrix:
 
 
 def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
-    """Return the path of the redo file for a block of a .npy file. Its name contains the rows and columns.
-
-    A redo file contains the new content of the block, which the .npy file does not contain yet.
-    """
+    """Return the path of the redo file for a block, which has its new content. Its name has its ranges."""
     return folder / "-".join(map(str, (*rows, *cols)))
 
 
 def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
-    """Return the redo files in `folder` for blocks inside the block `rows` x `cols`.
-
-    Each is returned as (path, rows, columns). A redo file contains the new content of one block, which the
-    .npy file does not contain yet.
-    """
+    """Return the redo files for blocks inside a block, each as (path, rows, columns)."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         parts = path.name.split("-")
@@ -335,11 +318,7 @@ def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Ran
 
 
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> NpyMatrix:
-    """Open a .npy file. Raises `InputError` if it is not a valid one; `name` is its name in messages.
-
-    If `place` is given, the file at `path` is an unfinished result. `NpyMatrix.set_finished` renames it to
-    `place`.
-    """
+    """Open a .npy file, or an unfinished result that belongs at `place`. Raises `InputError`."""
     try:
         with open(path, "r+b" if writable else "rb", opener=open_regular) as file:
             shape, by_columns, dtype = _read_header(file)
@@ -356,10 +335,7 @@ def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | Non
 def create_npy(
     name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any], place: Path | None = None
 ) -> NpyMatrix:
-    """Create a .npy file of zeros and allocate its disk space. Raises `OSError` if there is too little.
-
-    The file is created at `path`. If `place` is given, `NpyMatrix.set_finished` renames it to `place`.
-    """
+    """Create a .npy file of zeros, which belongs at `place`. Raises `OSError` if there is too little room."""
 
     def made() -> NpyMatrix:
         with open(path, "wb") as file:
@@ -372,10 +348,7 @@ def create_npy(
 
 
 def in_new_file(path: Path, made: Callable[[], M]) -> M:
-    """Create a file for the matrix that `made` returns, and allocate its disk space. Raises `OSError`.
-
-    If anything fails, the file is deleted again.
-    """
+    """Create a file for the matrix that `made` returns, and allocate its space; or delete it again."""
     open(path, "xb").close()
     try:
         matrix = made()
@@ -396,11 +369,7 @@ def _rename_into_place(path: Path, place: Path) -> None:
 
 
 def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read the header of a .npy file. The file is then positioned at the first element.
-
-    Return the shape, whether the elements are in Fortran order, and the dtype with its stored byte order.
-    Raises `ValueError` for an invalid header.
-    """
+    """Read a header: the shape, whether in Fortran order, and the stored dtype. Raises `ValueError`."""
     if file.read(len(ARCHIVE)) == ARCHIVE:
         raise ValueError("it is an archive of arrays")
     file.seek(0)

@@ -91,10 +91,7 @@ class ObjectChunks:
 
     @cached_property
     def group(self) -> tuple[int, int]:
-        """The rows and columns of chunks that a task reads together; (1, 1) unless shards have small chunks.
-
-        zarr stores the chunks of a shard in Morton order: squares of 2, 4, 8, ... chunks are contiguous.
-        """
+        """The rows and columns of chunks that a task reads together: more than one only in shards."""
         down = across = 1
         size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
         rows, columns = self.shards.chunks if self.shards else (1, 1)
@@ -104,10 +101,7 @@ class ObjectChunks:
         return down, across
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read the block at these rows and columns into `out`, chunk by chunk.
-
-        Raises `ExecutionError` for a damaged chunk, and `StoreError` for a request that fails.
-        """
+        """Read a block into `out`. Raises `ExecutionError` for damage, `StoreError` for failed requests."""
         if self.group != (1, 1):
             self._read_group((rows, cols), out)
             return
@@ -162,10 +156,7 @@ class ObjectChunks:
         return tags
 
     def _place(self, number: Place) -> tuple[str, int, int] | None:
-        """Return where a chunk is: the key of its object, the offset in it, and the bytes; None if nowhere.
-
-        The number of bytes is -1 for the whole object.
-        """
+        """Return where a chunk is: key, offset, and bytes, -1 for the whole object; None if nowhere."""
         if self.shards is None:
             return self.key(number), 0, -1
         down, across = self.shards.chunks
@@ -214,7 +205,7 @@ class ObjectChunks:
         self._decode(number, block, stored, out)
 
     def _lines(self, number: Place, length: int, block: Block) -> tuple[int, int]:
-        """Return where the lines of an uncompressed chunk that contain a block begin and end in the chunk."""
+        """Return where the lines of an uncompressed chunk that contain a block begin and end in it."""
         size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
         if length not in (-1, size):
             self._damaged(number, f"it has {length} bytes instead of {size}")
@@ -265,7 +256,6 @@ class ObjectMatrix(ZarrMatrix):
     def __init__(
         self, name: str, bucket: Bucket, array: "zarr.Array[Any]", *, unchanging: bool = False
     ) -> None:
-        """Wrap an array that zarr opened in `bucket`. `name` is its name in messages."""
         super().__init__(name, array, unchanging=unchanging)
         self._bucket = bucket
         self._chunks = _chunks(bucket, self._metadata)
@@ -349,10 +339,6 @@ class ObjectMatrix(ZarrMatrix):
         """Do nothing: a PUT is durable when it returns."""
 
     def apply_redo(self, rows: Range, cols: Range) -> None:
-        """Copy the new content of a block from its redo objects to the matrix, within the store.
-
-        After a crash the call can be repeated. The redo objects stay until all tiles are done.
-        """
         self.guard()
         for key in self._names(rows, cols):
             with suppress(FileNotFoundError):  # an earlier process copied it, and deleted it after that
@@ -360,11 +346,7 @@ class ObjectMatrix(ZarrMatrix):
             self._tags[key] = self._bucket.tag(key)
 
     def set_finished(self, finished: bool, uplo: str | None = None) -> None:
-        """Mark the array in its metadata.
-
-        With `finished`, first check that the objects are those written here. Raises `ExecutionError` if
-        another process has overwritten some.
-        """
+        """Mark the array. With `finished`, first check that the objects are those written here."""
         if finished:
             self._check_untouched()
         self.guard()
@@ -400,7 +382,6 @@ class ObjectMatrix(ZarrMatrix):
         return 0
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the URL, and digests of the metadata and of the ETags. A web server gives no ETags."""
         stated = json.dumps(self._metadata.stated, sort_keys=True, default=str)
         content = "" if is_web(self._bucket.url) else _digest(self._listing(MAX_FINGERPRINTED))
         digest = hashlib.sha256(stated.encode()).hexdigest()[:32]
@@ -426,7 +407,6 @@ def _digest(tags: dict[str, str]) -> str:
 
 
 def _chunks(bucket: Bucket, found: Metadata) -> ObjectChunks | None:
-    """Return an object that reads and writes chunks; None if zarr must do so."""
     if 0 in found.shape or found.encoding is None:
         return None
     return ObjectChunks(
@@ -440,10 +420,7 @@ def _chunks(bucket: Bucket, found: Metadata) -> ObjectChunks | None:
 
 
 def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:
-    """Open the zarr array in a bucket. `name` is its name in messages.
-
-    Raises `InputError` if there is none, or if the store refuses access or does not answer.
-    """
+    """Open the zarr array in a bucket. Raises `InputError`, also if the store does not answer."""
     try:
         # Requests of our own, because zarr hides the reason of a failure, and reads files of any size.
         zarr_format = _format(f"{name} at {bucket.url}", bucket)
@@ -468,11 +445,7 @@ def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMa
 
 
 def _format(place: str, bucket: Bucket) -> Literal[2, 3] | None:
-    """Return the format of the array in a bucket; None if there is none.
-
-    Raises `InputError` for a group of format 2, and for metadata that is too large. zarr reads only the
-    metadata of the returned format.
-    """
+    """Return the format of the array in a bucket; None if there is none. Raises `InputError` for a group."""
     if check_sizes(place, bucket.size, [V3]):
         return 3
     if V2 in check_sizes(place, bucket.size, [V2, V2_ATTRIBUTES]):
@@ -483,7 +456,6 @@ def _format(place: str, bucket: Bucket) -> Literal[2, 3] | None:
 
 
 def create_array(bucket: Bucket, new: NewArray) -> ObjectMatrix:
-    """Create a zarr array in a bucket. Raises `InputError` if that fails."""
     try:
         array = new_array(ObjectStore(bucket.store), new)
     except Exception as error:  # zarr and obstore raise exceptions of many types

@@ -52,10 +52,7 @@ def is_web(url: str) -> bool:
 
 
 def check_url(name: str, url: str) -> None:
-    """Raise `InputError` for a URL that contains credentials, or a query that its store would ignore.
-
-    `name` is the name of the operand in the message.
-    """
+    """Raise `InputError` for a URL with credentials, or with a query that its store would ignore."""
     parts = _parsed(url)
     if parts is None or not is_object_url(url):
         return
@@ -134,7 +131,7 @@ class Bucket:
     """
 
     def __init__(self, url: str) -> None:
-        """Open a URL. Nothing is requested yet. Raises `InputError` for an invalid URL."""
+        """Open a URL, without a request. Raises `InputError` for an invalid URL."""
         self.url = redacted(url)
         try:
             self.store = _opened(url)
@@ -168,10 +165,7 @@ class Bucket:
             return None
 
     def get_part(self, key: str, start: int, size: int) -> Array:
-        """Return `size` bytes of an object, from the byte `start`; with a negative `start`, its last bytes.
-
-        Raises `FileNotFoundError`, and `EOFError` for an object that is too short.
-        """
+        """Return bytes from `start`, or the last ones for -1. Raises `FileNotFoundError`, `EOFError`."""
         with self.errors(key):
             if start < 0 and type(self.store).__name__ == "AzureStore":  # it supports no range from the end
                 start = max(0, self._api.head(self.store, key)["size"] - size)
@@ -182,10 +176,7 @@ class Bucket:
         return content
 
     def read_into(self, key: str, start: int, out: Array) -> None:
-        """Read bytes of an object, from the offset `start` on, into `out`, a contiguous array of bytes.
-
-        Raises `FileNotFoundError`, and `EOFError` for an object that is too short.
-        """
+        """Read bytes from `start` on into `out`. Raises `FileNotFoundError`, and `EOFError` if too short."""
         filled = 0
         with self.errors(key):
             found = self._api.get(self.store, key, options={"range": (start, start + out.nbytes)})
@@ -217,10 +208,7 @@ class Bucket:
         return _version(done)
 
     def listing(self, below: str = "", limit: int | None = None) -> dict[str, tuple[int, str]]:
-        """Return the size and the ETag of all objects whose keys begin with the folder `below`, by key.
-
-        With `limit`, the listing ends after about `limit` objects.
-        """
+        """Return the size and the ETag of all objects in the folder `below`, or of about `limit`, by key."""
         found: dict[str, tuple[int, str]] = {}
         with self.errors(below):
             for page in self._api.list(self.store, prefix=below or None, chunk_size=1000):
@@ -343,7 +331,6 @@ class ObjectFolder:
     """
 
     def __init__(self, url: str, path: str) -> None:
-        """Name the folder `path` in the array at a URL."""
         self._url, self._path = url, path
 
     def __truediv__(self, name: str) -> "ObjectFolder":
@@ -354,30 +341,24 @@ class ObjectFolder:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self._path.rpartition("/")[2]
 
     @property
     def path(self) -> str:
-        """The path below the URL of the array."""
         return self._path
 
     @cached_property
     def bucket(self) -> Bucket:
-        """The objects of the array."""
         return Bucket(self._url)
 
     def get(self, name: str) -> tuple[bytes, dict[str, str]] | None:
-        """Return the content and the version of an object in this folder; None if there is none."""
         found = self.bucket.get(f"{self._path}/{name}")
         return None if found is None else (found[0].tobytes(), found[1])
 
     def replace(self, name: str, content: bytes, version: dict[str, str] | None) -> dict[str, str]:
-        """Replace a version of an object in this folder, or with None create it (`Bucket.replace`)."""
         return self.bucket.replace(f"{self._path}/{name}", content, version)
 
     def exists(self) -> bool:
-        """Return whether the folder contains any object."""
         return bool(self.bucket.listing(self._path, limit=1))
 
     def array_exists(self) -> bool:
@@ -424,7 +405,6 @@ class ObjectStores(Store):
         return open_array(name, bucket, writable=writable)
 
     def prepare(self, operand: Any) -> None:
-        """Import obstore and zarr."""
         for package in ("obstore", "oocgemm.stores.object_matrix"):
             with suppress(ImportError):
                 importlib.import_module(package)

@@ -66,11 +66,7 @@ def store_of(operand: Any) -> Store:
 
 @cache
 def installed() -> tuple[Store, ...]:
-    """Load the stores of other packages, in the alphabetical order of their entry points.
-
-    The result is cached, because a search of all installed packages can take a tenth of a second. A store
-    that cannot be loaded is ignored with a warning.
-    """
+    """Load the stores of other packages, in the order of their entry points. Warn of those that fail."""
     if not any_entry_point(GROUP):
         return ()
     from importlib.metadata import entry_points
@@ -94,15 +90,9 @@ def installed() -> tuple[Store, ...]:
 def open_matrix(
     name: str, source: Any, *, writable: bool = False, folder: Folder | None = None, decode: bool = True
 ) -> Matrix:
-    """Open an operand, or with `writable` an existing result.
+    """Open an operand, or with `writable` an existing result, whose journal may be in `folder`.
 
-    Arguments:
-        name: the operand's name in messages
-        source: a path or URL, a zarr array, a lazy array, an array-like, or anything that a plugin opens
-        writable: open an existing result, to which the run writes
-        folder: for the result of an interrupted run, the folder with its journal
-        decode: respect what the attributes of an operand declare about its elements (`stores.declared`)
-
+    With `decode`, respect what the attributes of an operand declare about its elements (`stores.declared`).
     Raises `InputError`, for an unsupported dtype `UnsupportedError`.
     """
     operand = os.fspath(source) if is_path(source) else source
@@ -122,10 +112,7 @@ def open_matrix(
 
 
 def open_pair(a: tuple[str, Any], b: tuple[str, Any], *, decode: bool = True) -> tuple[Matrix, Matrix]:
-    """Open A and B, each given by its name and its source, as `open_matrix` does.
-
-    If a dtype is not supported, the error says how to convert both operands to one dtype.
-    """
+    """Open A and B. If a dtype is not supported, the error says how to convert both to one dtype."""
     found, stored = [], []
     for name, source in (a, b):
         try:
@@ -148,10 +135,7 @@ def create_output(
     *,
     folder: Folder | None = None,
 ) -> Matrix:
-    """Create a result at a path. A store may keep it in the journal's `folder` until it is complete.
-
-    `name` is its name in messages. Raises `InputError` if it cannot be created, or if the disk is too full.
-    """
+    """Create a result. A store may keep it in `folder` until it is complete. Raises `InputError`."""
     new = NewArray(name, path, shape, dtype, chunks, compressor)
     return store_of(path).create(new, _local(folder))
 
@@ -164,12 +148,7 @@ def _local(folder: Folder | None) -> Path | None:
 def new_layout(
     place: Any, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
 ) -> Layout:
-    """Return the layout (the chunks and the memory to read and write them) of a new result at `place`.
-
-    If `place` is None, the result is an array in memory. If `chunks` is None and the store has chunks, the
-    planner chooses their shape. Raises `InputError` for `chunks` or a `compressor` that the store does not
-    support.
-    """
+    """Return the layout of a new result at `place`, or in memory (`Store.new_layout`)."""
     if place is None:
         return ARRAYS.new_layout("", problem, chunks, compressor)
     path = os.fspath(place)
@@ -177,10 +156,7 @@ def new_layout(
 
 
 def reserve(matrix: Matrix) -> None:
-    """Allocate disk space for all of an existing result, or check that the disk has enough free space.
-
-    Raises `InputError` if the free space is too small. Do nothing for a matrix that is not `Resumable`.
-    """
+    """Allocate disk space for a result that is `Resumable`, or check for it. Raises `InputError`."""
     if isinstance(matrix, Resumable):
         try:
             matrix.reserve()
@@ -217,11 +193,7 @@ def load_without_cupy(*operands: Any) -> None:
 
 
 def located(name: str, source: Any) -> Any:
-    """Return a path or URL as a string, without a leading "file://". Return any other object unchanged.
-
-    Raises `InputError` for an invalid path; `name` is its name in the message. The empty path is invalid: it
-    would name the working directory.
-    """
+    """Return a path or URL as a string, without "file://"; other objects as they are. Raises `InputError`."""
     if not is_path(source):
         return source
     path = os.fsdecode(source).removeprefix("file://")
@@ -237,11 +209,7 @@ def exists(path: str) -> bool:
 
 
 def sidecar(source: Any) -> Folder | None:
-    """Return the folder for the journal of a run whose result is `source`.
-
-    The journal is the record of finished tiles from which a run is resumed. None means that such a run cannot
-    be resumed, because C is in memory or in a store without conditional writes.
-    """
+    """Return the folder for the journal of a run with this result; None if it cannot be resumed."""
     operand = os.fspath(source) if is_path(source) else source
     return store_of(operand).journal_folder(operand)
 
@@ -290,10 +258,7 @@ def clear(folder: Folder, keep: Collection[str] = (), *, c: bool = True) -> None
 
 
 def check_apart(name: str, path: str, operand: Matrix) -> None:
-    """Raise `InputError` if a new file or array would overwrite an operand, or be inside its folder.
-
-    `name` is the name of the new file in the message, and `path` is where it would be created.
-    """
+    """Raise `InputError` if a new file or array would overwrite an operand, or be inside its folder."""
     if "://" in path:
         return
     real = Path(os.path.realpath(path))
@@ -305,10 +270,7 @@ def check_apart(name: str, path: str, operand: Matrix) -> None:
 
 
 def same_place(one: Matrix, other: Matrix) -> bool:
-    """Return whether two matrices share memory or files, even if they were opened by different paths.
-
-    Blocks of one memory map do not if they are disjoint.
-    """
+    """Return whether two matrices share memory or files, even if they were opened by different paths."""
     one, other = underlying(one), underlying(other)
     if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix):
         if overlap(one.array, other.array):
@@ -319,7 +281,7 @@ def same_place(one: Matrix, other: Matrix) -> bool:
 
 
 def overlap(one: Array, other: Array) -> bool:
-    """Return whether two arrays share memory. If an exact answer would take too long, return True."""
+    """Return whether two arrays share memory; True if an exact answer would take too long."""
     try:
         return bool(np.shares_memory(one, other, max_work=100_000))  # type: ignore[arg-type]  # incomplete stub
     except np.exceptions.TooHardError:

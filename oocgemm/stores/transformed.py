@@ -45,14 +45,7 @@ class ElementView(View):
     change = ""
 
     def __init__(self, matrix: Matrix, *, temporary_bytes: int, mask: bool, resident_bytes: int) -> None:
-        """View a matrix.
-
-        Args:
-            matrix: what is read.
-            temporary_bytes: what computing the elements takes, besides the piece.
-            mask: whether it takes a byte per element of the piece.
-            resident_bytes: the numbers that the view holds.
-        """
+        """View a matrix. Its elements take `temporary_bytes`, and with `mask` a byte each, to compute."""
         super().__init__(matrix)
         self.stored, self.shape = matrix, matrix.shape
         found, itemsize = matrix.layout, matrix.dtype.itemsize
@@ -293,21 +286,13 @@ class ImputedMatrix(ElementView):
     purpose = "genotypes"
 
     def __init__(self, matrix: Matrix, variant_axis: int, code: float, means: Array) -> None:
-        """View a matrix.
-
-        Args:
-            matrix: the genotypes.
-            variant_axis: 1 if the columns of the matrix are variants, 0 if its rows are.
-            code: the code of missing genotypes.
-            means: of the known genotypes of each variant.
-        """
+        """View genotypes, whose `variant_axis` has variants, with these `means` of known ones."""
         numbers = means.astype(np.float32)
         super().__init__(matrix, temporary_bytes=0, mask=True, resident_bytes=numbers.nbytes)
         self._variant_axis, self._code, self._means = variant_axis, code, numbers
         self._results_in(numbers.dtype)
 
     def fingerprint(self) -> dict[str, object] | None:
-        """Return that of the matrix, and that it is imputed: its statistics are others."""
         found = self._matrix.fingerprint()
         return found and found | {"imputed": "means"}
 
@@ -328,15 +313,7 @@ class KnownMatrix(ElementView):
     def __init__(
         self, matrix: Matrix, variant_axis: int, code: float | None, used: Array, dtype: str
     ) -> None:
-        """View a matrix.
-
-        Args:
-            matrix: the genotypes.
-            variant_axis: 1 if the columns of the matrix are variants, 0 if its rows are.
-            code: the code of missing genotypes; None if there are none.
-            used: whether each variant is used.
-            dtype: of the zeros and ones.
-        """
+        """View genotypes, whose `variant_axis` has variants, `used` or not, in a given dtype."""
         numbers = used.astype(dtype)
         super().__init__(matrix, temporary_bytes=0, mask=True, resident_bytes=numbers.nbytes)
         self._variant_axis, self._code, self._used = variant_axis, code, numbers

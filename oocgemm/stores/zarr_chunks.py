@@ -120,11 +120,7 @@ class Shards:
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
-        """Read the offset and length of every chunk from the index of a shard.
-
-        Returns an array of shape (rows of chunks, columns of chunks, 2). Raises `ValueError` for a damaged
-        index.
-        """
+        """Read the offset and length of each chunk: (rows, columns, 2). Raises `ValueError`."""
         if file.size < self.index_bytes:
             raise ValueError(f"it has {file.size} bytes, and its index alone has {self.index_bytes}")
         return self.parsed(file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes))
@@ -181,7 +177,7 @@ class DirectChunks:
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of a chunk before compression. Chunks at the edges of the array have this size too."""
+        """The bytes of a chunk before compression, also of one at an edge of the array."""
         return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
     @cached_property
@@ -191,7 +187,7 @@ class DirectChunks:
 
     @property
     def line_bytes(self) -> int:
-        """The size of a line of a chunk before compression, in bytes. Its elements are contiguous."""
+        """The bytes of a line of a chunk, whose elements are contiguous, before compression."""
         return self.chunk[self.encoding.order == "C"] * self.encoding.dtype.itemsize
 
     @property
@@ -221,7 +217,7 @@ class DirectChunks:
         return self.chunk[0] * across[0], self.chunk[1] * across[1]
 
     def in_page_cache(self) -> bool:
-        """Return whether the page cache seems to contain the files. At most `SAMPLED_FILES` are checked."""
+        """Return whether the page cache seems to contain the files, by `SAMPLED_FILES` of them."""
         grid = [-(-extent // of) for extent, of in zip(self.shape, self._file_extents, strict=True)]
         count = grid[0] * grid[1]
         for at in range(0, count, -(-count // SAMPLED_FILES)):
@@ -236,11 +232,7 @@ class DirectChunks:
         return True
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read the block at these rows and columns into `out`.
-
-        Raises `ExecutionError`, which names the file, for a damaged chunk. Raises `MemoryError` if there is
-        too little memory to decode a chunk.
-        """
+        """Read a block into `out`. Raises `ExecutionError`, which names the file, for a damaged chunk."""
         left = self._read_cached(rows, cols, out)
         if left == []:
             return
@@ -266,10 +258,10 @@ class DirectChunks:
                     self._damaged(number, str(error), error)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Write a block that consists of whole chunks.
+        """Write a block of whole chunks.
 
         An uncompressed chunk is overwritten in place, if it has a file already. The file of any other chunk
-        is created or replaced atomically. A chunk that extends beyond the edge of the matrix counts as whole.
+        is created or replaced atomically.
         """
         for number, block in cut((rows, cols), self.chunk):
             part, path = view(data, (rows, cols), block), self.root / self.key(number)
@@ -282,11 +274,7 @@ class DirectChunks:
                 publish(path, stored, size, self.root)
 
     def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
-        """Write a chunk that is compressed already: the first `size` bytes of `frame`.
-
-        Behind these, `frame` has room for a checksum, which is added where chunks have one, and for a padding
-        to whole sectors.
-        """
+        """Write a compressed chunk: `size` bytes of `frame`, which has room for a CRC and padding."""
         if self.encoding.checksum:
             size = add_checksum(frame, size)
         publish(self.root / self.key(number), frame[: padded(size)], size, self.root)
@@ -315,10 +303,7 @@ class DirectChunks:
 
     @property
     def codec(self) -> str:
-        """How a GPU could compress chunks that are written; "" if it could not.
-
-        Elements of a chunk that are beyond the edge of the matrix are 0 then.
-        """
+        """How a GPU could compress chunks that are written, padded with 0 at edges; "" if it could not."""
         encoding, compressor = self.encoding, self.encoding.compressor
         shuffled = getattr(compressor, "shuffle", _SHUFFLED) == _SHUFFLED
         fast = getattr(compressor, "cname", "") != "lz4hc"  # whose user wants short chunks
@@ -327,8 +312,8 @@ class DirectChunks:
     def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
         """Read the stored bytes of the chunks of a block, one after another, into `out`.
 
-        The size in the result is 0 for a chunk that is not stored or cannot be read: `DirectChunks.read` says
-        what is wrong. A CRC behind a chunk does not count, and is not verified.
+        The size in the result is 0 for a chunk that is not stored or cannot be read: `read` says what is
+        wrong. A CRC behind a chunk does not count, and is not verified.
         """
         found, end = {part: (0, 0) for _, part in cut((rows, cols), self.chunk)}, 0
         crc = CHECKSUM_BYTES if self.encoding.checksum else 0
@@ -360,11 +345,7 @@ class DirectChunks:
         return chunk_files(self.root, self.key, self.chunk, self.encoding.dtype.itemsize)
 
     def _read_cached(self, rows: Range, cols: Range, out: Array) -> list[int] | None:
-        """Read what the page cache contains of a block by compiled code.
-
-        Returns the numbers of the other chunks, counted row by row; None if such code cannot read the block,
-        or is not the fastest way.
-        """
+        """Read by compiled code. Return the other chunks, counted row by row; None if it is no use."""
         if self.cached_files is None:
             return None
         if self.chunk_bytes >= MIN_DIRECT and not many_cores():
@@ -380,11 +361,7 @@ class DirectChunks:
         return self.line_bytes >= min_line() or out.strides[0] == self.line_bytes
 
     def places(self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range]) -> Iterator[Place]:
-        """Find the chunks of a block in the open file of the chunk or shard `number`, which contains it.
-
-        Yields for each chunk its offset in the file (None if it is not stored), its length, and the part of
-        the block in it. Raises `ExecutionError` for a damaged shard.
-        """
+        """Find the chunks of a block in the open file of a chunk or shard. Raises `ExecutionError`."""
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
@@ -427,7 +404,7 @@ class DirectChunks:
         wanted: tuple[slice, slice],
         out: Array,
     ) -> None:
-        """Read the rows and columns `wanted` of the uncompressed chunk at the byte `offset` into `out`."""
+        """Read the rows and columns `wanted` of the uncompressed chunk at the byte `offset`."""
         encoding, (height, width) = self.encoding, self.chunk
         by_rows = encoding.order == "C"
         (lines, part), line, block = (wanted, width, out) if by_rows else (wanted[::-1], height, out.T)
@@ -474,10 +451,9 @@ def min_line() -> int:
 
 
 def gather(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
-    """Read blocks of uncompressed chunks from many files together.
+    """Read blocks of uncompressed chunks from many files together into `out`, which is for `block`.
 
-    `out` is for the rows and columns `block`. Returns what must be read from one file at a time, because
-    something about the file is unusual.
+    Returns what must be read from one file at a time, because something about the file is unusual.
     """
     line, pitch = chunks.chunk[1] * out.itemsize, out.strides[0]
     waiting, owners, lines, failed = list[FilePart](), list[int](), 0, set[int]()
@@ -522,11 +498,7 @@ def _lines(
 
 
 def decode(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
-    """Read and decode blocks of small chunks of many files.
-
-    The arguments and the result are those of `gather`. Of a chunk that is stored by rows and not encoded,
-    only the needed rows are read.
-    """
+    """Do what `gather` does for small chunks, through scratch memory. Of raw ones, only lines are read."""
     failed = set[int]()
     batch = _Batch(chunks, block, out, failed)
     for at, file, (offset, length, part) in _stored(chunks, needed, failed, batch.decode):
@@ -544,7 +516,7 @@ class _Batch:
     """Stored bytes of chunks that are read together into scratch memory, and decoded from there."""
 
     def __init__(self, chunks: DirectChunks, block: Block, out: Array, failed: set[int]) -> None:
-        """Create an empty batch. `out` is for the rows and columns `block`. `decode` adds to `failed`."""
+        """Create an empty batch. `decode` adds to `failed`."""
         self._chunks, self._block, self._out, self._failed = chunks, block, out, failed
         self._memory = scratch(chunks.stored_bytes, "stored")
         self._address, self._filled = self._memory.ctypes.data, 0
@@ -558,10 +530,7 @@ class _Batch:
             self._decompress = decompresser(encoding.compressor.codec_id)
 
     def add(self, at: int, part: Block, descriptor: int, offset: int, size: int) -> None:
-        """Add the stored bytes of a chunk, or of rows of it, with the block `part` of the matrix.
-
-        `at` is the index of the file, which is added to `failed` if something is unusual.
-        """
+        """Add the stored bytes, or lines, of a chunk with the block `part`, in the file of index `at`."""
         if size > self._memory.nbytes:
             self._failed.add(at)
             return
@@ -592,7 +561,7 @@ class _Batch:
             return [-1]
 
     def _decoded(self, place: int, size: int, part: Block) -> bool:
-        """Decode `size` bytes at the address `place` into a block of the matrix. Return whether it worked."""
+        """Decode `size` bytes at the address `place` into a block. Return whether it worked."""
         encoding, shape = self._chunks.encoding, self._chunks.chunk
         wanted, target = inside(part, self._chunks.chunk), view(self._out, self._block, part)
         if self._decompress is not None:
@@ -658,10 +627,7 @@ def inside(block: Block, chunk: tuple[int, int]) -> tuple[slice, slice]:
 
 
 def view(array: Array, block: Block, part: Block) -> Array:
-    """Return the view of `array` with the rows and columns `part` of the matrix.
-
-    `array` has the rows and columns `block` of the matrix, which include `part`.
-    """
+    """Return the view of `array`, which is for `block`, with the rows and columns `part`."""
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part
     return array[r0 - top : r1 - top, c0 - left : c1 - left]

@@ -80,11 +80,7 @@ PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 
 
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
-    """Return the maximum size, before compression, of the chunks that one call to zarr reads or writes.
-
-    A chunk of at least `BATCH_BYTES` has a call of its own. Smaller chunks share a call, with a total size of
-    less than `BATCH_BYTES` plus one chunk.
-    """
+    """Return the most bytes, before compression, of the chunks that one call to zarr reads or writes."""
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
 
@@ -211,10 +207,7 @@ class ZarrMatrix:
         self._read.get_basic_selection((slice(*rows), slice(*cols)), out=target)
 
     def _failing(self, rows: Range, cols: Range, out: Array) -> str:
-        """Find the first chunk of a block that cannot be read. Return the key of its file (chunk or shard).
-
-        Chunks are read into `out` to find it, so the content of `out` is lost.
-        """
+        """Find the first chunk of a block that cannot be read. Return its key. `out` is overwritten."""
         for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
             number = r[0] // self.layout.writing.chunk[0], c[0] // self.layout.writing.chunk[1]
             try:
@@ -345,11 +338,7 @@ class ZarrMatrix:
             check_room(self.name, str(self.folder), self.missing_bytes())
 
     def missing_bytes(self) -> int:
-        """Estimate the disk space of the chunks of a local array that are not stored yet, in bytes.
-
-        Each missing chunk is assumed to take the average size of the stored chunks. For uncompressed chunks
-        this is exact.
-        """
+        """Estimate the disk space of missing chunks, each as large as the average stored one."""
         stored = []
         names = self._names((0, self.shape[0]), (0, self.shape[1]))
         for name in names:
@@ -387,10 +376,7 @@ class ZarrMatrix:
         return [self._metadata.key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
-        """Return whether a block consists of whole chunks or, in a sharded array, of whole shards.
-
-        A chunk or shard that extends beyond the edge of the matrix counts as whole.
-        """
+        """Return whether a block consists of whole chunks, or shards. One at the edge counts as whole."""
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(
@@ -427,7 +413,6 @@ class ZarrMatrix:
 
 
 def folder_identity(folder: Path) -> set[object]:
-    """Return what identifies a local array: one tuple, ("file", device, inode of the array's folder)."""
     status = os.stat(folder)
     return {("file", status.st_dev, status.st_ino)}
 
@@ -545,10 +530,7 @@ class ZarrPaths(Store):
         return new_zarr_layout(problem, chunks, compressor)
 
     def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
-        """Create an array. Check the free space of the disk only if the chunks are not compressed.
-
-        The size of compressed chunks is not known before they are written.
-        """
+        """Create an array. Check the free space only if chunks are not compressed: else it is unknown."""
         if "://" not in new.path:
             if new.compressor in (None, "none"):
                 check_room(new.name, new.path, raw_bytes(new.shape, new.chunks, new.dtype.itemsize))
@@ -571,10 +553,7 @@ class ZarrPaths(Store):
 def new_zarr_layout(
     problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None, *, requests: int = 0
 ) -> Layout:
-    """Return the layout of a new array. `requests` is the number of PUTs in flight in an object store.
-
-    Raises `InputError` for `chunks` that are not two positive integers.
-    """
+    """Return the layout of a new array, with `requests` PUTs in flight in an object store."""
     if chunks is not None and not (
         isinstance(chunks, tuple | list)
         and len(chunks) == 2
@@ -609,10 +588,7 @@ def check_compressor(name: str) -> None:
 
 
 def check_free(path: str, wanted: int = 0) -> None:
-    """Raise `InputError` if no new group can be at a path, or if its disk has not `wanted` free bytes.
-
-    No group can be at a path that exists, is a URL, has a file's suffix, or where nothing can be created.
-    """
+    """Raise `InputError` if no new group can be at a path, or if its disk has not `wanted` free bytes."""
     if "://" in path:
         raise InputError(f"{path} is a URL, but results of this kind are written to local paths only")
     if kind := "a .npy file" if path.endswith(".npy") else format_of(path):
@@ -626,11 +602,7 @@ def check_free(path: str, wanted: int = 0) -> None:
 
 
 def save_arrays(path: str, arrays: Mapping[str, Array]) -> None:
-    """Write arrays to a new zarr group, by their names. The group appears at the path when it is complete.
-
-    Raises:
-        InputError: something exists at the path, or nothing can be written there.
-    """
+    """Write arrays to a new zarr group, which appears at the path when complete. Raises `InputError`."""
     import zarr
 
     check_free(path)

@@ -89,10 +89,7 @@ class Metadata:
     shard_format: Shards | None = None
 
     def with_attribute(self, name: str, value: object) -> "Metadata":
-        """Set an attribute in the metadata file of a local array, or delete it if `value` is None.
-
-        Returns the changed metadata. Raises `OSError`.
-        """
+        """Set an attribute in the metadata of a local array, or with None delete it. Raises `OSError`."""
         assert self.folder is not None
         path = self.folder / (V3 if self.zarr_format == 3 else V2_ATTRIBUTES)
         document: dict[str, Any] = json.loads(read_regular(path)) if path.exists() else {}
@@ -107,11 +104,7 @@ class Metadata:
 def check_sizes(
     place: str, size_of: Callable[[str], int | None], names: Iterable[str] = tuple(_LIMITS)
 ) -> set[str]:
-    """Return which of the metadata files `names` an array or group has.
-
-    `size_of` returns the size of a file in bytes, None if there is none. Raises `InputError` for a file that
-    is too large, before anyone reads it. `place` is the array in messages.
-    """
+    """Return which metadata files there are. Raises `InputError` for one that is too large to be read."""
     present = set()
     for name in names:
         size, limit = size_of(name), _LIMITS[name]
@@ -127,11 +120,7 @@ def check_sizes(
 
 
 def local_size(folder: str, name: str) -> int | None:
-    """Return the size of a file in a local folder; None if there is none.
-
-    Raises `PermissionError` if it may not be read, or is not a regular file: zarr would wait for the writer
-    of a named pipe.
-    """
+    """Return the size of a file; None if there is none. Raises `PermissionError` for one that is refused."""
     try:
         with open(os.path.join(folder, name), "rb", opener=open_regular) as file:
             return os.fstat(file.fileno()).st_size
@@ -185,17 +174,13 @@ def create(new: NewArray, attributes: Mapping[str, Any]) -> Metadata | None:
     path, return None and create nothing. The caller must then create the array by zarr, which raises an error
     if that is impossible. Raises `OSError`.
     """
-    folder, dtype, compressor = Path(new.path), new.dtype, new.compressor
+    folder, dtype = Path(new.path), new.dtype
     if dtype.name not in _DTYPES or 0 in new.shape:
         return None
     if any((folder / name).exists() for name in (*METADATA, V2_GROUP)):
         return None
-    codecs: list[dict[str, Any]] = [_bytes_codec(dtype)]
-    if compressor not in (None, "none"):
-        name, settings = str(compressor).partition("-")[0], _COMPRESSORS[str(compressor)]
-        if name == "blosc":
-            settings = {"typesize": dtype.itemsize, **settings, "shuffle": "shuffle", "blocksize": 0}
-        codecs.append({"name": name, "configuration": settings})
+    compressor = compressor_codec(new)
+    codecs = [_bytes_codec(dtype), *([compressor] if compressor else [])]
     zero = 0 if dtype.kind == "i" else 0.0
     fill = [zero, zero] if dtype.kind == "c" else zero
     document = _document(new.shape, dtype, new.chunks, ("default", "/"), fill, codecs)
@@ -204,6 +189,16 @@ def create(new: NewArray, attributes: Mapping[str, Any]) -> Metadata | None:
     tail = {name: document.pop(name) for name in ("zarr_format", "node_type", "storage_transformers")}
     _write(folder / V3, document | tail)
     return read_metadata(new.path)
+
+
+def compressor_codec(new: NewArray) -> dict[str, Any] | None:
+    """Return the codec of format 3 that compresses the chunks of a new array, as JSON."""
+    if new.compressor in (None, "none"):
+        return None
+    name, settings = str(new.compressor).partition("-")[0], _COMPRESSORS[str(new.compressor)]
+    if name == "blosc":
+        settings = {"typesize": new.dtype.itemsize, **settings, "shuffle": "shuffle", "blocksize": 0}
+    return {"name": name, "configuration": settings}
 
 
 def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None:
@@ -313,7 +308,6 @@ def _document(
 
 
 def _bytes_codec(dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Return the "bytes" codec for little-endian elements. For a one-byte dtype, it states no byte order."""
     return (
         {"name": "bytes"} if dtype.itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
     )
@@ -367,7 +361,6 @@ def _v2_compressor(encoding: Encoding) -> dict[str, Any] | None:
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """Replace a metadata file atomically. Indent it by two spaces, as zarr does."""
     data = np.frombuffer(json.dumps(document, indent=2).encode(), np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     publish(path, data, data.nbytes, path.parent)

@@ -34,7 +34,7 @@ from oocgemm.stores.codecs import Encoding, from_v2, from_v3
 from oocgemm.stores.formats import dense_conversion, is_sparse, missing_client, wrong_format
 from oocgemm.stores.zarr_chunks import Shards
 from oocgemm.stores.zarr_matrix import UNFINISHED, ZarrMatrix, reason
-from oocgemm.stores.zarr_metadata import Metadata, node_kind
+from oocgemm.stores.zarr_metadata import Metadata, compressor_codec, node_kind
 from oocgemm.system.threads import refusal
 
 NAME = "bfloat16"
@@ -63,7 +63,7 @@ class BFloat16(Float16):
         return cls()
 
     def to_native_dtype(self) -> Any:
-        """Return the NumPy dtype. Raises `InputError` if ml_dtypes is missing, or for big-endian elements."""
+        """Return the NumPy dtype. Raises `InputError` if ml_dtypes is missing, or for big-endian."""
         if self.endianness != "little":
             raise InputError(BIG_ENDIAN)
         try:
@@ -171,11 +171,9 @@ def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Enco
 
 
 def with_own_pipeline(array: "zarr.Array[Any]") -> "zarr.Array[Any]":
-    """Return the array with zarr's own codec pipeline, whichever one the user has configured.
-
-    Other pipelines decode some chains of codecs to other elements. zarrs 0.2 does so for several filters and
-    for big-endian elements, without an error.
-    """
+    """Return the array with zarr's own codec pipeline, whichever one the user has configured."""
+    # Other pipelines decode some chains of codecs to other elements. zarrs 0.2 does so for several filters
+    # and for big-endian elements, without an error.
     opened = array.async_array
     if isinstance(opened.codec_pipeline, BatchedCodecPipeline):
         return array
@@ -189,7 +187,6 @@ def with_own_pipeline(array: "zarr.Array[Any]") -> "zarr.Array[Any]":
 
 
 def _configurations(codecs: Any) -> list[dict[str, Any]]:
-    """Return codecs as dicts, in the JSON form that the specification of zarr format 3 defines."""
     return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]
 
 
@@ -198,10 +195,7 @@ MAX_LISTED, _MAX_DEPTH = 8, 8
 
 
 def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
-    """Open the zarr array at a path or URL. `name` is its name in messages.
-
-    Raises `InputError` if there is none, and `ExecutionError` if the system cannot start a thread for zarr.
-    """
+    """Open the zarr array at a path or URL. Raises `InputError`; `ExecutionError` if zarr gets no thread."""
     try:
         found = zarr.open(path, mode="r+" if writable else "r")
     except MemoryError:
@@ -215,11 +209,7 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
 
 
 def _refused(error: BaseException | None) -> InputError | None:
-    """Return the `InputError` that caused an exception of zarr, if any.
-
-    While zarr opens an array, `BFloat16` may raise an `InputError`. zarr catches every ValueError, of which
-    `InputError` is a subclass, and raises another exception.
-    """
+    """Return the `InputError` that caused an exception of zarr, which catches every ValueError, if any."""
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__ or error.__context__
     return error
@@ -235,10 +225,7 @@ def _no_array(name: str, path: str, error: Exception, writable: bool) -> InputEr
 
 
 def _check_thread(name: str, path: str, error: Exception) -> None:
-    """Raise `ExecutionError` if `error` means that zarr could not start a thread.
-
-    The array may be valid then, so an `InputError` would blame the wrong object.
-    """
+    """Raise `ExecutionError` if zarr could not start a thread: the array may be valid then."""
     if isinstance(error, RuntimeError) and "new thread" in str(error):
         raise ExecutionError(
             f"{name} at {path}: the system cannot start a thread for zarr: {refusal(error)}"
@@ -246,11 +233,7 @@ def _check_thread(name: str, path: str, error: Exception) -> None:
 
 
 def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
-    """Make a matrix of an open zarr array. `name` is its name in messages.
-
-    Raises `InputError` for a group, for invalid metadata, for chunks whose keys do not match it, and with
-    `writable` for a read-only array.
-    """
+    """Make a matrix of an open zarr array. Raises `InputError` for a group, and for an unusable array."""
     check_array(name, found, path, writable=writable)
     matrix = ZarrMatrix(name, found, unchanging=not writable)
     matrix.check_chunks()
@@ -277,7 +260,6 @@ def check_array(name: str, found: Any, path: str = "", *, writable: bool = False
 
 
 def _check_endian(name: str, array: "zarr.Array[Any]") -> None:
-    """Raise `InputError` for big-endian bfloat16, since NumPy cannot swap the bytes of bfloat16."""
     codecs = list(getattr(array.metadata, "codecs", ()))
     for codec in codecs:
         codecs += getattr(codec, "codecs", ())  # the sharding codec contains the codecs of the chunks
@@ -303,7 +285,7 @@ def new_array(store: Any, new: NewArray) -> "zarr.Array[Any]":
         shape=new.shape,
         dtype=new.dtype,
         chunks=new.chunks,
-        compressors=_compressor(new.compressor),
+        compressors=compressor_codec(new),
         filters=None,
         fill_value=0,
         attributes=dict(UNFINISHED),
@@ -323,22 +305,6 @@ def remote_exists(url: str) -> bool:
     return True
 
 
-def _compressor(name: str | None) -> Any:
-    from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
-
-    match name:
-        case None | "none":
-            return None
-        case "zstd":
-            return ZstdCodec(level=1)
-        case "gzip":
-            return GzipCodec(level=1)
-        case "blosc-lz4":
-            return BloscCodec(cname="lz4", clevel=3, shuffle="shuffle")
-        case _:
-            return BloscCodec(cname="zstd", clevel=1, shuffle="shuffle")
-
-
 def _is_group(name: str, group: "zarr.Group", path: str) -> InputError:
     """Return the error for a group: how to convert a sparse matrix, or which arrays the group has."""
     place, folder = path or str(group.store_path), local_folder(group)
@@ -355,10 +321,7 @@ def _is_group(name: str, group: "zarr.Group", path: str) -> InputError:
 
 
 def _members(folder: Path | None) -> str:
-    """Return the last part of a message: the arrays in a local group and in its groups; "" if there are none.
-
-    The arrays are found by their metadata files, without opening them.
-    """
+    """Return the last part of a message: the arrays in a local group, found by their metadata files."""
     names = [] if folder is None else list(islice(_arrays(folder, ""), MAX_LISTED + 1))
     more = ", and more" if len(names) > MAX_LISTED else ""
     return f"; give an array in it: {', '.join(names[:MAX_LISTED])}{more}" if names else ""

@@ -12,7 +12,7 @@ import pytest
 import zarr
 
 from oocgemm.errors import OocGemmError
-from oocgemm.stores import files, lines
+from oocgemm.stores import files
 from oocgemm.stores.opening import open_matrix
 
 EXTENT, CHUNK = 32, 16
