@@ -85,13 +85,13 @@ def cells() -> Iterator[Cell]:
 
 def covering() -> list[Cell]:
     """Return few combinations that run, with each pair of values of two axes that occurs in any."""
-    runs = [cell for cell in cells() if cell.hole is None]
-    left = {pair for cell in runs for pair in pairs(cell)}
+    found = {cell: pairs(cell) for cell in cells() if cell.hole is None}
+    left = set[tuple[tuple[str, str], ...]]().union(*found.values())
     chosen = []
     while left:
-        best = max(runs, key=lambda cell: len(left & pairs(cell)))
+        best = max(found, key=lambda cell: len(left & found[cell]))
         chosen.append(best)
-        left -= pairs(best)
+        left -= found[best]
     return chosen
 
 

@@ -14,7 +14,7 @@ from tests.support.native import builds
 from tests.support.object_server import Proxy
 from tests.support.suite import leave_samples
 
-pytest_plugins = ["tests.support.missing"]
+pytest_plugins = ["tests.support.missing", "tests.support.staying"]
 # No deadline: the time of an example depends on the load of the machine more than on the code.
 settings.register_profile("all", deadline=None, print_blob=True)
 # The quick suite draws the same examples in each run. `tests.support.suite.examples` scales their numbers.

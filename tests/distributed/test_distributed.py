@@ -15,7 +15,6 @@ import oocgemm
 from oocgemm.planning import Plan
 from oocgemm.planning.parts.part import divide
 from oocgemm.planning.parts.partition import Partition, partition
-from tests.distributed.conftest import Stay
 from tests.support.clusters import (
     THREADS,
     all_ended,
@@ -25,6 +24,7 @@ from tests.support.clusters import (
 )
 from tests.support.command import contents
 from tests.support.small_runs import EXTENT, MEMORY, TILE, content_of, multiply, prepare
+from tests.support.staying import Stay
 from tests.support.suite import slow
 
 

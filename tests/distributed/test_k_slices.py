@@ -18,8 +18,8 @@ from oocgemm.planning import Plan
 from oocgemm.planning.parts.part import divide
 from oocgemm.planning.parts.partition import Partition, partition
 from oocgemm.timeline import read_log
-from tests.distributed.conftest import Stay
 from tests.support.clusters import all_ended, children, content, environment, fresh, store_operands
+from tests.support.staying import Stay
 from tests.support.suite import slow
 
 EXTENT, TILE, MEMORY = 96, "24x32x16", "400MiB"  # 4 x 3 tiles of 6 steps

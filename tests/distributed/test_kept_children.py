@@ -13,9 +13,9 @@ import pytest
 import oocgemm
 from oocgemm.distributed import processes
 from oocgemm.distributed.processes import EXIT_IDLE
-from tests.distributed.conftest import Stay
 from tests.support.clusters import all_ended, children, environment
 from tests.support.small_runs import content_of, prepare
+from tests.support.staying import Stay
 
 # A program that multiplies twice, and prints the number of its child processes.
 RUN = """

@@ -1,4 +1,4 @@
-"""Child processes that stay for another task."""
+"""Child processes of workers that stay for another task, so that tests share them."""
 
 import os
 from collections.abc import Callable, Iterator
