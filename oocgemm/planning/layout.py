@@ -30,7 +30,7 @@ The other modules ask a route, and never for its kind.
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import gcd, inf, prod
-from typing import Any
+from typing import Any, ClassVar
 
 from oocgemm.planning.cost.machine import (
     CODEC_WORKERS,
@@ -88,6 +88,8 @@ class Layout:
     resident_bytes: int = 0
     writing: Writing = field(default_factory=Writing)
 
+    in_memory: ClassVar[bool] = False  # whether the array is in host memory, not in a file
+
     @property
     def read_chunk(self) -> Shape:
         """Shape of the chunks that are read; (1, 1) if there are none."""
@@ -97,11 +99,6 @@ class Layout:
     def partial_reads(self) -> bool:
         """Whether parts of chunks can be read. Otherwise, a chunk is read and decoded as a whole."""
         return True
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the array is in host memory, not in a file."""
-        return False
 
     @property
     def in_place(self) -> bool:
@@ -247,14 +244,6 @@ class Layout:
         """Return the bytes per second at which strips of shape `strip` are written to the array."""
         return machine.write
 
-    def partial_line_cost(self, machine: MachineModel, panel: Shape) -> float:
-        """Return how many times as long it takes to read panels of shape `panel` as to read whole lines.
-
-        A line is a run of contiguous elements of the stored array. Both read the same number of bytes, so
-        that the result is at least 1.
-        """
-        return 1.0 if self.decode_bytes else max(1.0, machine.read / self.read_rate(machine, panel))
-
     def _chunks(self, panel: Shape) -> int:
         """Count the chunks of a panel that begins with a chunk, at least one."""
         return max(1, prod(map(ceil_div, panel, self.read_chunk)))
@@ -350,9 +339,7 @@ class InMemory(Layout):
     pinned: bool = False
     in_place: bool = False
 
-    @property
-    def in_memory(self) -> bool:
-        return True
+    in_memory = True
 
     @property
     def contiguous_rows(self) -> bool:
@@ -384,9 +371,6 @@ class InMemory(Layout):
 
     def write_rate(self, machine: MachineModel, strip: Shape) -> float:
         return machine.memory
-
-    def partial_line_cost(self, machine: MachineModel, panel: Shape) -> float:
-        return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,9 +414,6 @@ class Remote(Layout):
 
     def write_rate(self, machine: MachineModel, strip: Shape) -> float:
         return self.read_rate(machine, strip)
-
-    def partial_line_cost(self, machine: MachineModel, panel: Shape) -> float:
-        return 1.0
 
 
 # The kinds by the names that they have in the headers of timelines.
@@ -567,24 +548,21 @@ DecodingRate = Callable[[Coding, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How blocks of an array with this layout travel. The base class has the answers of most routes."""
+    """How blocks of an array with this layout travel. The base class has the answers of most routes.
+
+    Class attributes:
+
+    - `streams`: whether blocks go between the array and the device without host slots.
+    - `rings`: whether blocks, or those with short rows, go through the ring.
+    - `staged_ahead`: whether threads of the host prepare all blocks, and work ahead if the device has slots
+      for that.
+    """
 
     layout: Layout
 
-    @property
-    def streams(self) -> bool:
-        """Whether blocks go between the array and the device without host slots."""
-        return False
-
-    @property
-    def rings(self) -> bool:
-        """Whether blocks, or those with short rows, go through the ring."""
-        return False
-
-    @property
-    def staged_ahead(self) -> bool:
-        """Whether threads of the host prepare all blocks, and work ahead if the device has slots for that."""
-        return False
+    streams: ClassVar[bool] = False
+    rings: ClassVar[bool] = False
+    staged_ahead: ClassVar[bool] = False
 
     @property
     def lane_scratch(self) -> int:
@@ -657,17 +635,9 @@ class InPlace(Route):
 class Ringed(Route):
     """Blocks go between an array in host memory or the page cache and a GPU through pinned buffers."""
 
-    @property
-    def streams(self) -> bool:
-        return True
-
-    @property
-    def rings(self) -> bool:
-        return True
-
-    @property
-    def staged_ahead(self) -> bool:
-        return True
+    streams = True
+    rings = True
+    staged_ahead = True
 
     @property
     def lane_scratch(self) -> int:
@@ -686,9 +656,7 @@ class Ringed(Route):
 class Direct(Ringed):
     """A GPU copies blocks from or to a pinned array, and those with short rows through the ring."""
 
-    @property
-    def staged_ahead(self) -> bool:
-        return False
+    staged_ahead = False
 
     def copy_rate(
         self, link: float, machine: MachineModel, whole: Shape, block: Shape, decoding: DecodingRate
@@ -707,13 +675,8 @@ class Decoded(Route):
 
     coding: Coding
 
-    @property
-    def streams(self) -> bool:
-        return True
-
-    @property
-    def staged_ahead(self) -> bool:
-        return True
+    streams = True
+    staged_ahead = True
 
     def copy_rate(
         self, link: float, machine: MachineModel, whole: Shape, block: Shape, decoding: DecodingRate

@@ -4,11 +4,12 @@
 header.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import Field, asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from math import isclose, isfinite
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from oocgemm.planning.cost.bound import min_bytes, required_bytes
 from oocgemm.planning.cost.clock import Prediction
@@ -16,10 +17,10 @@ from oocgemm.planning.cost.coding import describe
 from oocgemm.planning.cost.footprint import Candidate, Footprint, extents, footprint
 from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
-from oocgemm.planning.cost.machine import KernelRate, MachineModel
+from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared, predict_triangle
 from oocgemm.planning.epilogue import Step
-from oocgemm.planning.layout import KINDS, Coding, Codings, Layout, Layouts, Writing
+from oocgemm.planning.layout import KINDS, Codings, Layout, Layouts
 from oocgemm.planning.lowering import Lowered, lower
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.dealing import SharedSchedule, arrangement, deal, deal_in_order, deal_rows
@@ -27,7 +28,7 @@ from oocgemm.planning.schedule.hazards import Program
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
-from oocgemm.planning.schedule.traversal import Traversal, last, walk
+from oocgemm.planning.schedule.traversal import last, walk
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.sinks import DISJOINT
 from oocgemm.planning.tiling import Coverage, Shape, Tile, TileGrid, TileSet, TileShape, ceil_div
@@ -446,7 +447,6 @@ def _real(value: float) -> float | str:
     return value if isfinite(value) else str(value)
 
 
-T = TypeVar("T")
 # Maximum relative difference between the recorded predicted time and the time that this version predicts. A
 # larger difference means that another cost model made the plan.
 TOLERANCE = 0.05
@@ -462,12 +462,11 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
     from the recorded one by more than `TOLERANCE`.
     """
     try:
-        kernels = {dtype: _typed(KernelRate, rate) for dtype, rate in data["model"]["kernels"].items()}
         plan = Plan(
             recorded_problem(data["problem"]),
             recorded_layouts(data["layouts"]),
-            _typed(Budgets, data["budget"]),
-            _typed(MachineModel, data["model"], kernels=kernels),
+            _built(Budgets, data["budget"]),
+            _built(MachineModel, data["model"]),
             recorded_candidate(data["candidate"]),
             devices=max(1, int(data["devices"])),
         )
@@ -488,67 +487,50 @@ def recorded_problem(data: Mapping[str, Any]) -> GemmProblem:
     """Rebuild a problem from `Plan.to_dict`. Raises `KeyError`, `TypeError` or `ValueError`."""
     made: dict[str, Any] = {name: recorded_scalar(data[name]) for name in ("alpha", "beta")}
     made |= {name: Op(data[name]) for name in ("trans_a", "trans_b")}
-    made["epilogue"] = tuple(_typed(Step, step) for step in data["epilogue"])
+    made["epilogue"] = tuple(_built(Step, step) for step in data["epilogue"])
     for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype"):
         DTYPES[data[name]]
     problem = GemmProblem.recorded(dict(data) | made)
     for part in (problem, problem.a, problem.b, problem.arithmetic, problem.sink):
-        _check_types(part)
+        for field in fields(part):
+            if field.type in (int, float, bool, str):
+                _built(field.type, getattr(part, field.name))
     return problem
 
 
 def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
     """Rebuild a candidate from the output of `asdict`. Raises `KeyError` or `TypeError` for other data."""
-    made = {"tile": _typed(TileShape, data["tile"]), "slots": _typed(Slots, data["slots"])}
-    return _typed(Candidate, data, **made, traversal=_typed(Traversal, data["traversal"]))
+    found: Candidate = _built(Candidate, data)
+    return found
 
 
 def recorded_layouts(data: Mapping[str, Any]) -> Layouts:
     """Rebuild layouts from the output of `Layouts.to_dict`. Raises `KeyError` or `TypeError` if not."""
-    codings = {name: _typed(Coding, of) if of else None for name, of in data["codings"].items()}
-    layouts = (_layout(data[name]) for name in "abc")
-    return Layouts(*layouts, codings=Codings(**codings))
+    given = ({key: value for key, value in data[name].items() if key != "kind"} for name in "abc")
+    layouts = (_built(KINDS[data[name]["kind"]], of) for name, of in zip("abc", given, strict=True))
+    return Layouts(*layouts, codings=_built(Codings, data["codings"]))
 
 
-def _layout(data: Mapping[str, Any]) -> Layout:
-    given = {name: value for name, value in data.items() if name != "kind"}
-    writing = _typed(Writing, data["writing"], chunk=_pair(data["writing"]["chunk"]))
-    pairs = {name: _pair(value) for name, value in given.items() if name.endswith("_chunk")}
-    return _typed(KINDS[data["kind"]], given, **pairs, writing=writing)
+def _built(kind: Any, data: Any) -> Any:
+    """Build a value of a type from plain data: a dataclass, a mapping, a tuple, a number, a text or None.
 
-
-def _pair(value: Any) -> tuple[int, int]:
-    if list(map(type, value)) != [int, int]:
-        raise TypeError(f"chunk extents must be pairs of integers, not {value}")
-    return value[0], value[1]
-
-
-def _check_types(value: Any) -> None:
-    """Raise `TypeError` if a number or text among the fields of a dataclass is of another type."""
-    for field in fields(value):
-        if field.type in (int, float, bool, str):
-            _check_field(field, getattr(value, field.name))
-
-
-def _check_field(field: Field[Any], value: Any) -> None:
-    allowed = (int, float) if field.type is float else (field.type,)
-    if type(value) not in allowed or (isinstance(value, float) and not isfinite(value)):
-        raise TypeError(f"{field.name} must be a finite {field.type}, not {value!r}")
-
-
-def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
-    """Build a dataclass of type `kind`.
-
-    A field gets its value from `made`, or from `data` if it is not in `made`. Values in `made` are already
-    converted and are not checked. Raises `TypeError` if a value from `data` has another type than its field,
-    or is not finite.
+    Raises `TypeError` if the data have another type, or if a number is not finite.
     """
-    values = dict(data) | made
-    for field in fields(kind):  # type: ignore[arg-type]  # `kind` is always a dataclass
-        value = values.get(field.name)
-        if field.name not in made and field.name in values:
-            _check_field(field, value)
-    return kind(**values)
+    if is_dataclass(kind):
+        types = {field.name: field.type for field in fields(kind)}
+        return kind(**{name: _built(types.get(name), value) for name, value in data.items()})  # type: ignore[operator]
+    arguments = get_args(kind)
+    if get_origin(kind) is tuple and len(arguments) == len(data):
+        return tuple(map(_built, arguments, data))
+    if get_origin(kind) is Mapping:
+        return {key: _built(arguments[1], value) for key, value in data.items()}
+    if NoneType in arguments:
+        return None if data is None else _built(arguments[0], data)
+    if type(data) not in ((int, float) if kind is float else (kind,)):
+        raise TypeError(f"{data!r} is not of type {kind}")
+    if isinstance(data, float) and not isfinite(data):
+        raise TypeError(f"{data!r} is not finite")
+    return data
 
 
 def recorded_scalar(value: Any) -> complex:

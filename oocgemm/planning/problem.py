@@ -86,8 +86,6 @@ class Operand:
 
     - `shares`: whether panels of A are used in place of panels of B.
     - `one_tile`: whether C must be one tile.
-    - `transforms_rows`: whether the numbers of A's transform belong to the rows of op(A), and not to the
-      indices along k.
     """
 
     dtype: str
@@ -97,7 +95,6 @@ class Operand:
 
     shares: ClassVar[bool] = False
     one_tile: ClassVar[bool] = False
-    transforms_rows: ClassVar[bool] = False
 
     @property
     def changed_columns(self) -> int:
@@ -163,7 +160,6 @@ class Updated(Operand):
     columns: int = 1
 
     one_tile = True
-    transforms_rows = True
 
     @property
     def changed_columns(self) -> int:

@@ -38,7 +38,7 @@ from typing import TypeVar
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Operation
 from oocgemm.planning.schedule.operations import Schedule
-from oocgemm.planning.schedule.placement import Loads, Panels, Placing, SharedHost, SlotCache, Step
+from oocgemm.planning.schedule.placement import Loads, Panels, Placing, SharedHost, SlotCache, Step, loads_of
 from oocgemm.planning.schedule.traversal import NextUse, Traversal, forwards, walk
 from oocgemm.planning.tiling import Tile, TileGrid, ceil_div, length
 
@@ -230,27 +230,11 @@ class SharedSchedule(Schedule):
 
         `max_work` limits the number of placements of one panel in slots. Each takes about 10 us.
         """
-        depths = [length(self.grid.depth(p)) for p in range(self.grid.steps)]
         if 2 * len(self.tiles) * self.grid.steps > max_work:
             return None
         steps = [self._placed(device, placing) for device, placing in enumerate(self._placings())]
-        a_up = b_up = a_read = b_read = 0
-        for tile, group in interleaved(steps, rotating=self._streams):
-            if self.problem.b.shares:
-                for step, *panels in group:
-                    for line, placed in dict(zip(tile, panels, strict=True)).items():
-                        elements = depths[step] * length(self.grid.rows(line))
-                        a_up += elements * placed.upload
-                        a_read += elements * placed.read
-                continue
-            height, width = length(self.grid.rows(tile[0])), length(self.grid.cols(tile[1]))
-            for step, a, b in group:
-                a_up += height * depths[step] * a.upload
-                b_up += width * depths[step] * b.upload
-                a_read += height * depths[step] * a.read
-                b_read += width * depths[step] * b.read
-        a_size, b_size = self.problem.itemsizes["A"], self.problem.itemsizes["B"]
-        return Loads(a_up * a_size, b_up * b_size, a_read * a_size, b_read * b_size)
+        groups = interleaved(steps, rotating=self._streams)
+        return self._in_bytes(loads_of(groups, *self._extents, shares=self.problem.b.shares))
 
     def _placed(self, device: int, placing: Placing) -> Iterator[tuple[int, tuple[Tile, list[Step]]]]:
         for position, tile in enumerate(self._tiles_of(device)):

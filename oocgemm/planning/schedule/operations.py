@@ -36,7 +36,7 @@ In a run, operations of different streams overlap. They wait for one another onl
 of a buffer (`oocgemm.planning.schedule.hazards`).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -55,7 +55,7 @@ from oocgemm.planning.schedule.operation import (
     lane_and_stream,
     slot_of,
 )
-from oocgemm.planning.schedule.placement import Loads, Placed, Placing, Step
+from oocgemm.planning.schedule.placement import Counts, Loads, Placed, Placing, Step
 from oocgemm.planning.schedule.traversal import NextUse
 from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
@@ -199,14 +199,19 @@ class Schedule:
 
         `max_work` limits the work, in placements of one panel in slots. Each takes about 10 us.
         """
-        depths = [length(self.grid.depth(p)) for p in range(self.grid.steps)]
-        heights, widths = (lambda i: length(self.grid.rows(i))), (lambda j: length(self.grid.cols(j)))
-        found = self._placing().loads(depths, heights, widths, max_work)
-        if found is None:
-            return None
-        (a_up, a_read), (b_up, b_read) = found
-        a, b = self.problem.itemsizes["A"], self.problem.itemsizes["B"]
-        return Loads(a_up * a, b_up * b, a_read * a, b_read * b)
+        found = self._placing().loads(*self._extents, max_work)
+        return None if found is None else self._in_bytes(found)
+
+    @property
+    def _extents(self) -> tuple[list[int], Callable[[int], int], Callable[[int], int]]:
+        """The depths of steps, and functions that return the heights of tile rows and widths of columns."""
+        grid = self.grid
+        depths = [length(grid.depth(p)) for p in range(grid.steps)]
+        return depths, (lambda i: length(grid.rows(i))), (lambda j: length(grid.cols(j)))
+
+    def _in_bytes(self, counts: Counts) -> Loads:
+        ((a_up, a_read), (b_up, b_read)), sizes = counts, self.problem.itemsizes
+        return Loads(a_up * sizes["A"], b_up * sizes["B"], a_read * sizes["A"], b_read * sizes["B"])
 
     def traffic(self, loads: Loads | None = None, in_place: Collection[str] = ()) -> dict[str, int]:
         """Count the bytes that cross each link ("read", "h2d", "d2h", "write") during the whole run.

@@ -11,7 +11,7 @@ computer*). There are two deviations:
   the misses are spread evenly over the tile's steps, so that loads overlap multiplications.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import tee, zip_longest
@@ -220,26 +220,6 @@ class Placed(NamedTuple):
     peer: tuple[int, int] | None = None
 
 
-def place_on_host(slot: int, hit: bool, host: Sequence[SlotCache], panel: Panel, next_use: int) -> Placed:
-    """Choose the host slot of a panel that has a device slot.
-
-    Args:
-        slot: the device slot.
-        hit: whether the panel was cached there.
-        host: the cache of host slots; empty if there is none.
-        panel: the panel.
-        next_use: the step number of its next use, for the host slots.
-    """
-    if hit:
-        for cache in host:
-            cache.postpone(panel, next_use)
-        return Placed(slot, upload=False, host_slot=0, read=False)
-    if not host:
-        return Placed(slot, upload=True, host_slot=0, read=True)
-    host_slot, on_host = host[0].acquire(panel, next_use)
-    return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
-
-
 # A step, and the buffers of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
@@ -334,7 +314,13 @@ class Panels:
                     return Placed(slot, upload=True, host_slot=0, read=False, peer=(device, found))
         if shared := self._shared:
             use = shared.next_use(row, step, position * shared.devices + shared.device)
-        return place_on_host(slot, hit, self._tiers[1:], (row, step), use)
+        host = self._tiers[1] if len(self._tiers) > 1 else None
+        if hit:
+            if host is not None:
+                host.postpone((row, step), use)
+            return Placed(slot, upload=False, host_slot=0, read=False)
+        host_slot, on_host = (0, False) if host is None else host.acquire((row, step), use)
+        return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
 
     def advance(self) -> None:
         """End a group of steps whose panels are loaded together.
@@ -390,6 +376,35 @@ class Panels:
         return self.contents(position), *directions, later is None, *sooner
 
 
+# Elements that are uploaded and read, of op(A) and of op(B).
+Counts = tuple[tuple[int, int], tuple[int, int]]
+
+
+def loads_of(
+    groups: Iterable[tuple[Tile, Sequence[Step]]],
+    depths: Sequence[int],
+    height: Callable[[int], int],
+    width: Callable[[int], int],
+    *,
+    shares: bool,
+) -> Counts:
+    """Count the elements of the panels of some groups of steps, each of a tile.
+
+    With `shares`, panels of A have both roles: those of a tile on the diagonal count once.
+    """
+    found = [0, 0], [0, 0]
+    for tile, group in groups:
+        roles = ((0, height), (1, width))[: 1 if shares and tile[0] == tile[1] else 2]
+        for step, *panels in group:
+            for role, extent in roles:
+                placed, of = panels[role], found[0 if shares else role]
+                elements = depths[step] * extent(tile[role])
+                of[0] += elements * placed.upload
+                of[1] += elements * placed.read
+    (a_up, a_read), (b_up, b_read) = found
+    return (a_up, a_read), (b_up, b_read)
+
+
 class _TooMuchWork(Exception):  # noqa: N818 - not an error: it only ends the count
     """Counting the loads takes more placements of panels than allowed."""
 
@@ -432,22 +447,17 @@ class Placing:
 
         Positions must be passed in ascending order.
         """
-        for by_strips, steps in self._step_groups(position):
-            yield by_strips, [(step, *self.place_step(position, step)) for step in steps]
-            self.advance()
-
-    def place_step(self, position: int, step: int) -> tuple[Placed, Placed]:
-        """Choose the slots for the panels of op(A) and op(B) of one step of the tile at `position`."""
         row, col = self._tiles[position]
-        a = self._a.place(position, row, step)
         same = row == col and self._shares
-        return a, a if same else self._b.place(position, col, step)
-
-    def advance(self) -> None:
-        """End a group of steps whose panels are loaded together."""
-        self._a.advance()
-        if not self._shares:
-            self._b.advance()
+        for by_strips, steps in self._step_groups(position):
+            group: list[Step] = []
+            for step in steps:
+                a = self._a.place(position, row, step)
+                group.append((step, a, a if same else self._b.place(position, col, step)))
+            yield by_strips, group
+            self._a.advance()
+            if not self._shares:
+                self._b.advance()
 
     def loads(
         self,
@@ -455,7 +465,7 @@ class Placing:
         height: Callable[[int], int],
         width: Callable[[int], int],
         max_work: float = inf,
-    ) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    ) -> Counts | None:
         """Count the elements of all panels that are uploaded and read: (up, read) of op(A), and of op(B).
 
         `depths` are the depths of the steps. `height(i)` is the number of rows in tile row i, and `width(j)`
@@ -466,28 +476,19 @@ class Placing:
         of tile rows or columns) with equal keys (`Walk.bands`) that start with the same cached panels.
         """
         if self._shares:
-            return self._shared_loads(depths, height, max_work)
+            if 2 * len(self._tiles) * self._steps > max_work:
+                return None
+            groups = (
+                (tile, group)
+                for position, tile in enumerate(self._tiles)
+                for _, group in self.groups(position)
+            )
+            return loads_of(groups, depths, height, width, shares=True)
         self._work, self._max_work = 0, max_work
         try:
             return self._operand_loads(self._a, depths, height), self._operand_loads(self._b, depths, width)
         except _TooMuchWork:
             return None
-
-    def _shared_loads(
-        self, depths: Sequence[int], height: Callable[[int], int], max_work: float
-    ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Count the elements of the panels of the one operand: (up, read), and (0, 0)."""
-        if 2 * len(self._tiles) * self._steps > max_work:
-            return None
-        up = read = 0
-        for position, tile in enumerate(self._tiles):
-            for _, group in self.groups(position):
-                for step, *panels in group:
-                    for line, placed in dict(zip(tile, panels, strict=True)).items():
-                        elements = depths[step] * height(line)
-                        up += elements * placed.upload
-                        read += elements * placed.read
-        return (up, read), (0, 0)
 
     def _operand_loads(
         self, panels: Panels, depths: Sequence[int], extent: Callable[[int], int]
