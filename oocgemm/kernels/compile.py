@@ -37,11 +37,7 @@ def kernel_folder() -> Path:
 
 
 def kernel_path(name: str) -> Path:
-    """Return the path of the CUDA source `NAME.cu`.
-
-    Raises:
-        BackendError: there is no such source; the message lists those that exist.
-    """
+    """Return the path of the CUDA source `NAME.cu`. A `BackendError` lists those that exist."""
     found = {path.stem: path for path in kernel_folder().glob("*/*.cu")}
     if name not in found:
         raise BackendError(f"there is no kernel {name!r}; there are {', '.join(sorted(found))}")
@@ -64,11 +60,8 @@ class Compiler(Protocol):
 def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str]) -> bytes:
     """Return the machine code of the CUDA source named `source` for an architecture such as "sm_90a".
 
-    If the user's cache has it, it is not compiled again. The cache key is a hash of the compiler's version,
-    the options, and the texts of the source and all its includes.
-
-    Raises:
-        BackendError: the source does not compile. The message contains the compiler's log.
+    The user's cache has it by a hash of the compiler's version, the options, and the texts of the source and
+    all its includes. A `BackendError` contains the compiler's log.
     """
     options = (f"-arch={arch}", "-std=c++17", "-default-device", *options)
     path = kernel_path(source)
@@ -93,10 +86,7 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
 
 
 def _with_includes(name: str, seen: frozenset[str] = frozenset()) -> list[str]:
-    """Return the text of a source, followed by the texts of all files that it includes, directly or not.
-
-    A file that is included twice occurs twice.
-    """
+    """Return the text of a source, and those of all files that it includes, as often as it does."""
     if name in seen:
         return []
     text = (kernel_folder() / name).read_text(encoding="utf-8")

@@ -46,10 +46,9 @@ def _tiled(
     threads: Callable[[Params], int],
     shared: Callable[[Call, Params], int] = lambda call, params: 0,
 ) -> Callable[[Call, Params], Launch]:
-    """Return a function that computes the launch of a kernel from a call and its parameters.
+    """Return the launch of a kernel whose blocks compute `params[rows]` x `params[cols]` elements of C.
 
-    A thread block computes `params[rows]` x `params[cols]` elements of C. `threads` and `shared` compute its
-    threads and its bytes of shared memory.
+    `threads` and `shared` compute its threads and its bytes of shared memory.
     """
 
     def launch(call: Call, params: Params) -> Launch:
@@ -284,8 +283,8 @@ def _f64_params(block: tuple[int, int], mma_k: int, stages: int, resident: int) 
 def _swaps(call: Call) -> bool:
     """Return whether tensor_wgmma computes C^T = op(B)^T op(A)^T instead of C.
 
-    For tf32, wgmma needs a second operand that is contiguous along k. If op(B) is contiguous along n, the
-    kernel computes C^T, where op(A)^T is the second operand.
+    For tf32, wgmma needs a second operand that is contiguous along k: op(A)^T, if op(B) is contiguous along
+    n.
     """
     return call.dtype == "float32" and not call.op_b.swaps
 
@@ -537,12 +536,8 @@ assert tuple(dict.fromkeys(kernel.name for kernel in LADDER)) == RUNGS, "a kerne
 def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
     """Return a kernel named `name` that can run a call, and the parameters to run it with.
 
-    Several kernels can have the same name. First, those that have the parameters `wanted` (one of their
-    `Kernel.variants`) are tried with them. Then all are tried with their default parameters. The first kernel
-    that can run the call is returned.
-
-    Raises:
-        InputError: no kernel with this name accepts the call; the message has the reasons.
+    Of several kernels of this name, those that have the parameters `wanted` are tried with them first, then
+    all with their default parameters. If none can run the call, an `InputError` has the reasons.
     """
     entries = [kernel for kernel in LADDER if kernel.name == name]
     candidates = [(kernel, wanted) for kernel in entries if wanted is not None and wanted in kernel.variants]
@@ -556,12 +551,10 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 
 
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
-    """Raise `InputError` if the kernel `name` cannot run all steps of a plan.
+    """Raise `InputError` if the kernel `name` cannot run all steps of a plan, those at the edges included.
 
-    So does a plan that selects more elements per row than any kernel can.
-
-    The smaller steps at the edges of the matrices are checked too. If `name` is not a kernel of the ladder,
-    for example "cublas", nothing is checked. `device` is the GPU that shall run the plan.
+    So does a plan that selects more elements per row than any kernel can. Other kernels than those of the
+    ladder are not checked further.
     """
     problem, tile = plan.problem, plan.tile
     check_sink(problem.sink)

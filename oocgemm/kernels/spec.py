@@ -32,10 +32,9 @@ class Access:
 
 
 def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -> int:
-    """Return the number of sectors of A and B that all thread blocks of a kernel load.
+    """Return the sectors of A and B that thread blocks load which compute `rows` x `cols` elements of C each.
 
-    A thread block computes `rows` x `cols` elements of C. It loads its rows of op(A) and its columns of op(B)
-    once, with coalesced accesses.
+    Each loads its rows of op(A) and its columns of op(B) once, with coalesced accesses.
     """
     return (m * k * ceil_div(n, cols) + k * n * ceil_div(m, rows)) * itemsize // SECTOR
 
@@ -55,8 +54,7 @@ def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
 def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
     """Return the cycles that bank conflicts add to the worst of several accesses of a warp to shared memory.
 
-    A pattern describes one access: it maps each thread of the warp, 0 to 31, to the index of the element that
-    the thread accesses.
+    A pattern maps each thread of the warp, 0 to 31, to the index of the element that it accesses.
 
     >>> [conflicts(4, lambda thread: stride * thread) for stride in (0, 1, 32, 33)]
     [0, 0, 31, 0]
@@ -144,12 +142,10 @@ class Call:
 
     @property
     def accumulator(self) -> str:
-        """The dtype of C, in which the kernel accumulates."""
         return summed_in(self.dtype)
 
 
 def summed_in(dtype: str) -> str:
-    """Return the dtype in which kernels accumulate products of a dtype."""
     return "int32" if dtype == "int8" else DTYPES[dtype].accumulator
 
 
@@ -164,7 +160,6 @@ class Arguments(ctypes.Structure):
 
 
 def arguments(call: Call) -> Arguments:
-    """Convert a call to the struct that kernels take as their argument."""
     alpha, beta = complex(call.alpha), complex(call.beta)
     return Arguments(
         *(call.m, call.n, call.k, alpha.real, alpha.imag, beta.real, beta.imag),
@@ -252,7 +247,6 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """The name; if the source has another name, that follows in parentheses."""
         return self.name if self.name == self.source else f"{self.name} ({self.source})"
 
     def target(self, device: Device) -> str | None:
@@ -285,7 +279,6 @@ class Kernel:
 
 
 def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> tuple[str, ...]:
-    """Return the compiler options for a kernel with these parameters, dtype and transposes."""
     macros = {
         "OOC_STORED": C_TYPES[dtype],
         "OOC_ACCUMULATED": C_TYPES[summed_in(dtype)],

@@ -98,17 +98,14 @@ def measured_as(dtype: str, compute: str) -> str:
 
 
 def path_of(device: str) -> Path:
-    """Return the path of a GPU's tuning file."""
     return cache.folder() / f"tuned-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def save(tuning: Tuning) -> Path:
     """Merge a tuning into the file of its GPU, and return the path of the file.
 
-    New measurements replace old ones of the same dtype and class of shapes.
-
-    Raises:
-        InputError: the file cannot be written.
+    New measurements replace old ones of the same dtype and class of shapes. Raises `InputError` if the file
+    cannot be written.
     """
     path = path_of(tuning.device)
     rungs = {dtype: dict(classes) for dtype, classes in load(tuning.device).rungs.items()}
@@ -126,10 +123,9 @@ def save(tuning: Tuning) -> Path:
 
 
 def load(device: str) -> Tuning:
-    """Return the tuning of a GPU.
+    """Return the tuning of a GPU, without kernels and parameters that this version does not have.
 
-    The tuning is empty if its file is missing, damaged or has another version. Kernels and parameters that
-    this version of oocgemm does not have are left out.
+    It is empty if the file is missing, damaged or has another version.
     """
     return _load(device, cache.version())
 

@@ -77,7 +77,6 @@ class Blocking:
 
     @property
     def strips(self) -> int:
-        """Number of strips into which the extent is divided."""
         return ceil_div(self.extent, self.strip)
 
 
@@ -100,10 +99,7 @@ def _block_ends(top: int, bottom: int, size: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class PanelOffsets:
-    """Byte offsets of the parts of a panel's checksums, and their total size `end`.
-
-    The first part, the head, is at offset 0. It has the panel's digest.
-    """
+    """Byte offsets of the parts of a panel's checksums, behind the head, and their total size `end`."""
 
     flags: int
     norms: int
@@ -114,8 +110,8 @@ class PanelOffsets:
     def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelOffsets":
         """Lay out the checksums of a panel of `depth` along k and `extent` along the other axis.
 
-        `extent` is divided into blocks like the tile of C. `strip` is the number of rows per strip of C for a
-        panel of op(A), and the number of columns of the tile for a panel of op(B).
+        `strip` is the number of rows per strip of C for a panel of op(A), and the number of columns of the
+        tile for a panel of op(B).
         """
         blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
@@ -125,10 +121,9 @@ class PanelOffsets:
 
 @dataclass(frozen=True, slots=True)
 class PartOffsets:
-    """Byte offsets in one of the three parts of a strip's checksums (`StripOffsets`).
+    """Byte offsets of one of the three sets of a strip's checksums (`StripOffsets`).
 
-    The part starts at `begin` with its head, two words. `rows` and `cols` are the offsets of the flags, one
-    per row and one per column of the strip.
+    The set starts at `begin` with its head. `rows` and `cols` are the flags, one per row and one per column.
     """
 
     begin: int
@@ -140,11 +135,7 @@ class PartOffsets:
 
     @classmethod
     def of(cls, begin: int, double: int, blocks: int, rows: int, cols: int) -> "PartOffsets":
-        """Lay out a head, flags, sums and norms from byte `begin` on.
-
-        There are `rows` + `cols` flags of one byte, `blocks` sums of `double` bytes each, and `blocks` norms
-        of 8 bytes each.
-        """
+        """Lay out a set from byte `begin` on, with a sum of `double` bytes and a norm per block."""
         flags = begin + HEAD
         sums = round_up(flags + rows + cols, PART)
         norms = sums + double * blocks
@@ -153,14 +144,10 @@ class PartOffsets:
 
 @dataclass(frozen=True, slots=True)
 class StripOffsets:
-    """Byte offsets of the checksums of a strip of C on the device.
+    """Byte offsets of the three sets of checksums of a strip of C on the device. `old` is empty if beta = 0.
 
-    There are three sets of checksums. `found` is computed from the strip. `made` is predicted from the
-    panels, and must agree with `found` within rounding error. `old` is computed from the elements of C that
-    were read; it is empty if beta = 0.
-
-    Each set has a matrix of sums and a matrix of norms, one element per block of the strip. The matrices are
-    `down` x `across`, the maximum numbers of blocks. Smaller strips leave elements unused.
+    Each set has a matrix of sums and one of norms, `down` x `across`: the maximum numbers of blocks. Smaller
+    strips leave elements unused.
     """
 
     down: int
@@ -171,12 +158,10 @@ class StripOffsets:
 
     @property
     def end(self) -> int:
-        """Size in bytes of all checksums of a strip."""
         return self.old.end
 
     @classmethod
     def of(cls, problem: GemmProblem, tile: TileShape, strip: int) -> "StripOffsets":
-        """Lay out the checksums of a strip that has `strip` rows of a tile."""
         m, n = min(tile.m, problem.m), min(tile.n, problem.n)
         down, across, double = Blocking.of(m, strip).per, Blocking.of(n, n).blocks, _double_bytes(problem)
         strip, blocks = min(strip, m), down * across
@@ -244,17 +229,13 @@ def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_thr
 
 
 def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
-    """Return (number of row weights, number of word weights) that digests need.
-
-    A digest weights each row, and each 4-byte word of a row. The numbers suffice for the largest panel or
-    strip.
-    """
+    """Return the numbers of row weights and word weights for digests of the largest panel or strip."""
     longest = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
     return longest, ceil_div(longest * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
 
 
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
-    """Return the numbers of blocks down and across a tile, and the depth (extent along k) of its panels."""
+    """Return the numbers of blocks down and across a tile, and the depth of its panels."""
     m, n, k = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
     return Blocking.of(m, strip).blocks, Blocking.of(n, strip if problem.cover.square else n).blocks, k
 

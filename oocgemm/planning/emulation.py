@@ -78,7 +78,6 @@ class Residues:
 
     @property
     def inverse(self) -> float:
-        """1 / P, where P is the product of the moduli."""
         return 1 / float(prod(self.moduli))
 
 
@@ -133,10 +132,7 @@ class PanelFacts:
 
     @property
     def rounded(self) -> float:
-        """Maximum rounding interval of an element, divided by its row's 2-norm; 0 if `exact`.
-
-        The interval is 2^-s, where 2^s is the row's scale. The rounding error is at most half of it.
-        """
+        """Maximum rounding interval 2^-s of an element, divided by its row's 2-norm; 0 if `exact`."""
         return 0.0 if self.exact else self.grain
 
 
@@ -231,10 +227,7 @@ def pitch(depth: int) -> int:
 
 @lru_cache(64)
 def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
-    """Lay out the buffer for the int8 matrices (planes) of one step.
-
-    The m x depth panel of op(A) has `planes` of them, and so has the depth x n panel of op(B).
-    """
+    """Lay out the buffer for the `planes` int8 matrices of each panel of an m x n x `depth` step."""
     row = planes * pitch(depth)
     at = [0]
     for size in (m * row, n * row, 4 * m, 4 * n, _ROW_FACTS * (m + n), VERDICT_BYTES):
@@ -250,7 +243,7 @@ HOST_WORK = 6 << 20
 def work_bytes(planes: int, m: int, n: int) -> int:
     """Return the device bytes of workspace to multiply an m x n tile.
 
-    For at most `STRIP_ROWS` rows of C, it has room for their residues, and for the int32 sums of one modulus.
+    For at most `STRIP_ROWS` rows of C: their residues for `planes` moduli, and the int32 sums of one modulus.
     """
     return min(m, STRIP_ROWS) * pitch(n) * (planes + 4)
 

@@ -62,9 +62,7 @@ def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
 def number_offsets(steps: tuple[Step, ...], m: int, n: int) -> tuple[list[tuple[int, int]], int]:
     """Lay out the numbers of a chain for an m x n matrix C, as float64.
 
-    Returns:
-        For each step, the byte offsets of its numbers per row and per column; -1 for those that it does not
-        have. Second, the bytes of all numbers.
+    Returns for each step the byte offsets of its numbers per row and per column, or -1, and the bytes of all.
     """
     offsets, end = list[tuple[int, int]](), 0
     for step in steps:
@@ -90,9 +88,7 @@ def scale_bytes(problem: GemmProblem) -> int:
 def step_offsets(problem: GemmProblem, operand: str) -> tuple[list[int], int]:
     """Lay out the numbers of an operand's steps on the device, as float64.
 
-    Returns:
-        For each step that the device does, the byte offset of its numbers; -1 if it has none. Second, the
-        bytes of all numbers, aligned.
+    Returns for each step that the device does the byte offset of its numbers, or -1, and the bytes of all.
     """
     offsets, end = list[int](), 0
     for step in (problem.a if operand == "A" else problem.b).prepared:

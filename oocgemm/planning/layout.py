@@ -112,10 +112,7 @@ class Layout:
 
     @property
     def page_cached(self) -> bool:
-        """Whether the page cache contains the array, or will contain it once it has been read.
-
-        So blocks of A and B that a GPU uses again need no cache of ours in host memory.
-        """
+        """Whether the page cache has the array, or will have it: blocks need no cache of ours."""
         return False
 
     @property
@@ -153,11 +150,9 @@ class Layout:
         return {"contiguous": 1 - self.contiguous, "writing": writing}
 
     def computed(self, scratch: int, resident: int) -> "Layout":
-        """Return the layout of a view whose elements are computed from those of X when they are read.
+        """Return the layout of a view whose elements are computed when they are read.
 
-        Args:
-            scratch: temporary host memory in bytes that this takes per thread.
-            resident: host memory in bytes that it takes during the whole run.
+        That takes `scratch` bytes of host memory per thread, and `resident` bytes during the whole run.
         """
         return replace(
             self,
@@ -186,18 +181,13 @@ class Layout:
         return self
 
     def line_overread(self, panel: Shape) -> float:
-        """Elements in all lines that panels of shape `panel` overlap, per element in the panels.
-
-        A line is a run of contiguous elements of the stored array. The ratio is 1 if panels consist of whole
-        lines.
-        """
+        """Elements in all lines (contiguous runs in storage) that panels overlap, per element in panels."""
         return 1.0
 
     def segment_bytes(self, panel: Shape) -> float:
         """Mean bytes of a panel per part of a line in it; inf if panels consist of whole lines.
 
-        A line is a run of contiguous elements of the stored array. Each part of a line takes a separate
-        request to the store. `panel` is the shape of the panels.
+        Each part of a line takes a separate request to the store.
 
         >>> npy, raw = Lines(4000), Chunked((500, 500))
         >>> [npy.segment_bytes((64, k)) for k in (1000, 4000)]
@@ -287,10 +277,7 @@ class Chunked(Layout):
         return extent * self.itemsize / segments if segments else inf
 
     def line_scratch(self, panel: Shape) -> int:
-        """Temporary host bytes that a thread needs to read panels of shape `panel`.
-
-        It needs none if panels consist of whole lines of chunks, and these are not short.
-        """
+        """Return 0 if panels consist of whole lines of chunks, and these are not short."""
         short = self.read_chunk[self.contiguous] * self.itemsize < SHORT_LINE
         return self.scratch_bytes if short or self.segment_bytes(panel) < inf else 0
 
@@ -461,26 +448,21 @@ class Layouts:
 
     @property
     def by_operand(self) -> dict[str, Layout]:
-        """The layouts by the names of the operands, "A", "B" and "C"."""
         return {"A": self.a, "B": self.b, "C": self.c}
 
     def coding(self, operand: str) -> Coding | None:
-        """Return how a GPU decodes "A" or "B", or encodes "C"; None if the host does, or nobody."""
+        """Return how a GPU decodes "A" or "B", or encodes "C"; None if it does not."""
         return {"A": self.codings.a, "B": self.codings.b, "C": self.codings.c}[operand]
 
     @property
     def remote(self) -> bool:
-        """Whether any array is in an object store."""
         return any(layout.requests for layout in self.by_operand.values())
 
     def with_requests(self, wanted: Mapping[str, int], host: int, *, reads_c: bool) -> "Layouts":
         """Return the layouts with the numbers of requests in flight that a run has.
 
-        Args:
-            wanted: the numbers that the user chose, by operand. The others are those that the stores want.
-            host: the host budget in bytes. Requests take at most a quarter of it, unless one per operand
-                takes more.
-            reads_c: whether C is read, too.
+        `wanted` are those that the user chose, by operand. The others are those that the stores want.
+        Requests take at most a quarter of the host budget, `host` bytes, unless one per operand takes more.
         """
         layouts = {
             name: layout.with_requests(wanted.get(name, layout.requests))
@@ -495,7 +477,6 @@ class Layouts:
 
     @property
     def operands_in_memory(self) -> bool:
-        """Whether both A and B are in memory."""
         return self.a.in_memory and self.b.in_memory
 
     @property
@@ -517,14 +498,12 @@ class Layouts:
     def cached_as(self, a: bool, b: bool) -> "Layouts":
         """Return the layouts with A and B in the page cache, or not, as when a run was planned.
 
-        The page cache may have changed since then, and the slots of the plan depend on it. If an operand does
-        not count as cached, the host decodes it.
+        The slots of its plan depend on that. If an operand does not count as cached, the host decodes it.
         """
         codings = replace(self.codings, a=self.codings.a if a else None, b=self.codings.b if b else None)
         return replace(self, a=self.a.cached_as(a), b=self.b.cached_as(b), codings=codings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain data, with the kind of each layout."""
         layouts = {
             name.lower(): {"kind": _NAMES[type(layout)]} | asdict(layout)
             for name, layout in self.by_operand.items()
@@ -570,10 +549,7 @@ class Route:
         return 0
 
     def read_scratch(self, panel: Shape | None) -> int:
-        """Return the temporary host memory that a reader thread needs for blocks of this shape.
-
-        If `panel` is None, the memory to read parts of lines does not count.
-        """
+        """Return the host memory that a reader thread needs; without that for parts of lines if None."""
         return 0
 
     def read_rate(self, machine: MachineModel, whole: Shape, block: Shape) -> float:
@@ -587,10 +563,7 @@ class Route:
     def copy_rate(
         self, link: float, machine: MachineModel, whole: Shape, block: Shape, decoding: DecodingRate
     ) -> float:
-        """Return the bytes per second at which blocks cross a link of this rate.
-
-        `decoding` is how fast the GPU decodes. The rows of a block count as if they were contiguous.
-        """
+        """Return the bytes per second at which blocks cross a link, as if their rows were contiguous."""
         return link
 
     def staged(self, machine: MachineModel, size: float, block: Shape) -> float:

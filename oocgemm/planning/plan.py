@@ -82,7 +82,6 @@ class Plan:
 
     @cached_property
     def setting(self) -> Setting:
-        """The inputs of the planner."""
         return Setting(self.problem, self.machine, self.layouts, self.budgets, self.devices)
 
     @property
@@ -104,27 +103,22 @@ class Plan:
 
     @property
     def tile(self) -> TileShape:
-        """Extents of a tile of C and of the panels of A and B that one step multiplies."""
         return self.candidate.tile
 
     @property
     def slots(self) -> Slots:
-        """Numbers of slots, the buffers for panels and tiles on the device and on the host."""
         return self.candidate.slots
 
     @cached_property
     def grid(self) -> TileGrid:
-        """The division of C into tiles, and of k into steps."""
         return _grid(self.problem, self.candidate)
 
     @cached_property
     def tiles(self) -> TileSet:
-        """The tiles to compute: all except those in `done`."""
         return TileSet.of(self.grid).remaining(self.done)
 
     @property
     def coverage(self) -> Coverage:
-        """The part of C to compute."""
         return self.tiles.coverage
 
     @property
@@ -161,26 +155,20 @@ class Plan:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Shape of C's chunks or shards.
-
-        A chunk never contains elements of two tiles, or of two strips (blocks of rows) of a tile. Therefore
-        concurrent writes never touch the same chunk.
-        """
+        """Shape of C's chunks or shards, of which none has elements of two strips."""
         return self.setting.c_chunks(self.tile)
 
     @cached_property
     def footprint(self) -> Footprint:
-        """Bytes that the run occupies on the device and on the host, by purpose."""
         return footprint(self.setting, self.candidate)
 
     @cached_property
     def loads(self) -> Loads:
         """Bytes of the panels of A and B that the run loads. A panel counts each time that it is loaded.
 
-        The bytes are counted exactly, unless that takes more than `MAX_COUNTED` placements of panels in
-        slots. In that case, formulas estimate them, which take all panels as full ones. Tests compare the
-        formulas with the counts: those of A and B together differ by up to a fifth, and those of one operand
-        by a factor of up to 7.
+        They are counted exactly, unless that takes more than `MAX_COUNTED` placements of panels in slots.
+        Then formulas estimate them, which take all panels as full ones: A and B together differ by up to a
+        fifth from the counts, and one operand by a factor of up to 7.
         """
         schedule = self.schedule()
         counted = schedule.loads_within(MAX_COUNTED)
@@ -223,8 +211,7 @@ class Plan:
     def least(self) -> dict[str, int]:
         """Lower bound on the bytes over each link for any schedule within the budgets.
 
-        The smaller the memory, the larger the bound. The bound on "h2d" follows from the device budget, the
-        bound on "read" from the sum of both budgets.
+        That on "h2d" follows from the device budget, that on "read" from the sum of both budgets.
         """
         on_devices = self.devices * self.budgets.device
         once, memory = self.required, on_devices + self.budgets.host
@@ -257,7 +244,7 @@ class Plan:
 
     @cached_property
     def amplification(self) -> dict[str, float]:
-        """Read amplification of A and B: ratio of the bytes read to the bytes needed."""
+        """Ratio of the bytes read to the bytes needed, of A and B."""
         problem, tile = self.problem, self.tile
         found = {"A": self.layouts.a.read_amplification((problem.m, problem.depth), (tile.m, tile.k))}
         if not problem.b.shares:
@@ -265,20 +252,15 @@ class Plan:
         return found
 
     def is_direct(self, operand: str) -> bool:
-        """Tell whether the device copies the blocks of an operand directly from or to the caller's array.
-
-        The caller has pinned the array then. Blocks of a pageable array pass through the ring.
-        """
+        """Tell whether the device copies the blocks of an operand directly from or to the caller's array."""
         return operand in self._direct
 
     @cached_property
     def all_direct(self) -> bool:
-        """Whether the device copies the blocks of all operands directly."""
         return all(map(self.is_direct, "ABC"))
 
     @cached_property
     def _direct(self) -> frozenset[str]:
-        """The operands whose blocks the device copies directly."""
         panels = self._panels.items()
         return frozenset(x for x, (y, panel) in panels if self.slots.streams(x) and y.is_direct(panel))
 
@@ -303,7 +285,6 @@ class Plan:
         return lower(self.problem, self.slots)
 
     def schedule(self) -> Schedule:
-        """Return the operations of the run in program order."""
         return schedule_of(self.setting, self.candidate, self.tiles)
 
     @cached_property
@@ -455,8 +436,7 @@ TOLERANCE = 0.05
 def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) -> Plan | None:
     """Rebuild the plan that `Plan.to_dict` wrote, without the candidates that the planner rejected.
 
-    `computed` are the tiles that this run computed. If it resumed an earlier run, the earlier run must have
-    completed all other tiles.
+    `computed` are the tiles that this run computed. An earlier run must have completed all others.
 
     Returns None if the data are incomplete or inconsistent, or if this version predicts a time that differs
     from the recorded one by more than `TOLERANCE`.

@@ -139,7 +139,6 @@ class Same(Operand):
     shares = True
 
     def factors(self, m: int, n: int, k: int, cover: str) -> tuple[str, str]:
-        """Return op(X) and its adjoint."""
         return f"op(X) {m} x {k}", f"its adjoint, {cover}"
 
 
@@ -163,7 +162,6 @@ class Updated(Operand):
 
     @property
     def changed_columns(self) -> int:
-        """The columns of Q."""
         return self.columns
 
     def factor_elements(self, m: int, n: int) -> int:
@@ -171,11 +169,9 @@ class Updated(Operand):
         return m * n
 
     def flops(self, product: int, n: int) -> int:
-        """Add the operations of the product with Q."""
         return product * (n + self.columns) // n
 
     def factors(self, m: int, n: int, k: int, cover: str) -> tuple[str, str]:
-        """Return X^T and the matrix that is made of B."""
         return f"X^T {m} x {k}", f"(X Q + 1 row) {k} x {n}"
 
 
@@ -232,67 +228,55 @@ class GemmProblem:
         trans_b: Op = Op.N,
         compute: str = "native",
     ) -> "GemmProblem":
-        """Return the product ``C = alpha * op(A) @ op(B) + beta * C`` of stored operands."""
+        """Return ``C = alpha * op(A) @ op(B) + beta * C`` of stored operands."""
         operands = Operand(a_dtype, trans_a), Operand(b_dtype, trans_b)
         return cls(m, n, k, *operands, Arithmetic(acc_dtype, compute), Stored(c_dtype, (), alpha, beta))
 
     @property
     def a_dtype(self) -> str:
-        """The dtype of A in the product."""
         return self.a.dtype
 
     @property
     def b_dtype(self) -> str:
-        """The dtype of B in the product."""
         return self.b.dtype
 
     @property
     def trans_a(self) -> Op:
-        """The operation that is applied to the stored A."""
         return self.a.op
 
     @property
     def trans_b(self) -> Op:
-        """The operation that is applied to the stored B."""
         return self.b.op
 
     @property
     def acc_dtype(self) -> str:
-        """The accumulator's dtype."""
         return self.arithmetic.acc
 
     @property
     def compute(self) -> str:
-        """The arithmetic of products, a key of `COMPUTES`."""
         return self.arithmetic.compute
 
     @property
     def checked(self) -> str:
-        """Where checksums are computed: on the "host" or the "device"; "" if C is not checked."""
         return self.arithmetic.checked
 
     @property
     def c_dtype(self) -> str:
-        """The dtype of the elements that are stored."""
         return self.sink.dtype
 
     @property
     def alpha(self) -> complex:
-        """The factor of the product."""
         return self.sink.alpha
 
     @property
     def beta(self) -> complex:
-        """The factor of the old C."""
         return self.sink.beta
 
     @property
     def epilogue(self) -> tuple[Step, ...]:
-        """The steps that change each element of C."""
         return self.sink.epilogue
 
     def with_sums(self, acc: str) -> "GemmProblem":
-        """Return the problem with another dtype of the accumulator."""
         return replace(self, arithmetic=replace(self.arithmetic, acc=acc))
 
     def checked_on(self, tier: str) -> "GemmProblem":
@@ -311,18 +295,12 @@ class GemmProblem:
 
     @property
     def triangle(self) -> str:
-        """The triangle of C that is stored, "lower" or "upper", with the diagonal; "" if all of C is.
-
-        The other one stays as it is: 0 in a new array.
-        """
+        """The triangle of C that is stored, "lower" or "upper", with the diagonal; "" if all of C is."""
         return self.cover.stored_triangle if self.sink.stores_c else ""
 
     @property
     def depth(self) -> int:
-        """Extent along k over which products are summed: `k`, or 0 if A and B are not read.
-
-        As in BLAS, A and B are not read if alpha = 0 or C is empty.
-        """
+        """Extent along k over which products are summed; 0 if alpha = 0 or C is empty, as in BLAS."""
         return 0 if self.alpha == 0 or 0 in (self.m, self.n) else self.k
 
     @property
@@ -398,9 +376,7 @@ class GemmProblem:
 
     @property
     def finishes(self) -> bool:
-        """Whether a Finish operation follows the products of a tile: it changes or selects elements of C.
-
-        It applies alpha and beta and casts the accumulator to C's dtype, or it selects elements.
+        """Whether a Finish follows the products of a tile: it changes, casts or selects elements of C.
 
         Otherwise the multiplication itself applies alpha and beta. For int8, this is allowed only with alpha
         = 1 and beta = 0, because partial sums must stay exact.
@@ -443,10 +419,7 @@ class GemmProblem:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether the sink keeps numbers of each row of C, and needs only the tiles of its tile row for them.
-
-        One device computes all tiles of a tile row then.
-        """
+        """Whether one device computes all tiles of a tile row: the sink keeps numbers of each row of C."""
         return self.sink.per_row > 0 and not self.cover.halves
 
     @property
@@ -460,10 +433,7 @@ class GemmProblem:
         return self.step_flops(1, self.elements, self.depth)
 
     def step_flops(self, m: int, n: int, k: int) -> int:
-        """Count the floating-point operations of an m x n x k part of the product.
-
-        A multiplication and an addition together count as 2 operations, or as 8 if they are complex.
-        """
+        """Count the operations of an m x n x k part: 2 per product of elements, or 8 if complex."""
         return self.b.flops((8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k, self.n)
 
     def stored_extent(self, operand: str, axis: str) -> int:
@@ -475,7 +445,6 @@ class GemmProblem:
 
     @property
     def factors(self) -> tuple[str, str]:
-        """The two factors of the product, as text."""
         return self.b.factors(self.m, self.n, self.k, self.cover.name)
 
     @cached_property
@@ -485,7 +454,6 @@ class GemmProblem:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Names of the dtypes of A, B and C in slots, and of the accumulator ("acc")."""
         slots = {"A": self.a.slot_dtype, "B": self.b.slot_dtype}
         return slots | {"C": self.c_dtype, "acc": self.acc_dtype}
 
@@ -512,10 +480,7 @@ class GemmProblem:
 
     @classmethod
     def recorded(cls, data: Mapping[str, Any]) -> "GemmProblem":
-        """Rebuild a problem from its `record`. Raises `KeyError`, `TypeError` or `ValueError` for other data.
-
-        Values are not checked. Logs of older versions do not name steps.
-        """
+        """Rebuild a problem from its `record`. Raises `KeyError`, `TypeError` or `ValueError`."""
         steps_a, steps_b = (parsed_steps(data.get(name, "")) for name in ("elements_a", "elements_b"))
         a = Operand(data["a_dtype"], data["trans_a"], data["stored_a"], steps_a)
         given = data["b_dtype"], data["trans_b"], data["stored_b"], steps_b

@@ -140,10 +140,7 @@ class Setting:
 
     @cached_property
     def enqueues(self) -> bool:
-        """Whether the GPU runs all operations by itself: A, B and C are pinned, and nothing is emulated.
-
-        One thread only enqueues them then. (Blocks with short rows are copied by threads all the same.)
-        """
+        """Whether a thread only enqueues operations: all arrays are pinned, none is emulated or checked."""
         layouts = self.layouts.a, self.layouts.b, self.layouts.c
         return all(x.pinned for x in layouts) and not (self.problem.checked or self.problem.planes)
 
@@ -193,10 +190,9 @@ class Setting:
 
 @lru_cache(4096)
 def _dividing_extent(target: int, nominal: int, extent: int) -> int:
-    """Choose a chunk extent that divides the tile extent `nominal`.
+    """Choose a chunk extent near `target`, at most sqrt(2) times it, that divides the tile extent `nominal`.
 
-    It is near `target`, and at most sqrt(2) times `target`. It need not divide a tile that spans the whole
-    `extent` of C.
+    It need not divide a tile that spans the whole `extent` of C.
     """
     if nominal >= extent:
         return max(1, ceil_div(extent, max(1, ceil_div(extent, target))))

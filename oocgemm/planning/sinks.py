@@ -59,22 +59,18 @@ class Sink:
 
     @property
     def merge(self) -> str:
-        """How results of different tiles become one: `DISJOINT`, `EXACT` or `ORDERED`."""
         return ORDERED
 
     @property
     def alpha(self) -> complex:
-        """The factor of the product."""
         return 1.0
 
     @property
     def beta(self) -> complex:
-        """The factor of the old C."""
         return 0.0
 
     @property
     def scaled(self) -> bool:
-        """Whether rows and columns of C are multiplied by the numbers of a vector."""
         return False
 
     @property
@@ -104,11 +100,9 @@ class Sink:
 
     @property
     def merges(self) -> bool:
-        """Whether a step of the epilogue reads a further matrix, D."""
         return any(step.merges for step in self.epilogue)
 
     def record(self) -> dict[str, Any]:
-        """Return the sink as plain data for records. The scalars alpha and beta are always there."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given["c_dtype"] = given.pop("dtype")
         return {"sink": self.name, "alpha": self.alpha, "beta": self.beta} | given
@@ -126,11 +120,9 @@ class Stored(Sink):
     merge = DISJOINT
 
     def count(self, rows: int, elements: int) -> int:
-        """Count all of them."""
         return elements
 
     def searched(self, elements: int, *, twice: bool) -> int:
-        """Return 0: none is searched."""
         return 0
 
 
@@ -157,11 +149,9 @@ class Largest(Selected):
 
     @property
     def per_row(self) -> int:
-        """The number of elements of a row: `topk`."""
         return self.topk
 
     def searched(self, elements: int, *, twice: bool) -> int:
-        """Count the elements of the rows of a strip, then those of its columns."""
         return 2 * elements if twice else elements
 
 
@@ -177,7 +167,6 @@ class AtLeast(Selected):
     one_in = SPARSE
 
     def count(self, rows: int, elements: int) -> int:
-        """Estimate their number: it depends on the elements."""
         return elements // self.one_in
 
 
@@ -195,12 +184,10 @@ class Reduced(Sink):
 
     @property
     def merge(self) -> str:
-        """`EXACT` for the largest elements, `ORDERED` for sums."""
         return EXACT if self.reduction == "max" else ORDERED
 
     @property
     def per_row(self) -> int:
-        """One number."""
         return 1
 
 
@@ -214,12 +201,10 @@ class Applied(Sink):
 
     @property
     def per_row(self) -> int:
-        """The columns of the product with V."""
         return self.applied
 
     @property
     def vector_elements(self) -> int:
-        """The columns of V."""
         return self.applied
 
 

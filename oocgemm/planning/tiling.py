@@ -109,7 +109,6 @@ class TileGrid:
 
     @property
     def count(self) -> int:
-        """Number of tiles that are computed."""
         return self.cover.count(*self.shape, self.tile.m)
 
     @property
@@ -118,11 +117,9 @@ class TileGrid:
         return max(1, ceil_div(self.k, self.tile.k))
 
     def rows(self, i: int) -> Range:
-        """Return the range of rows of C in tile row i. The last one may have fewer than tile.m."""
         return i * self.tile.m, min((i + 1) * self.tile.m, self.m)
 
     def cols(self, j: int) -> Range:
-        """Return the range of columns of C in tile column j. The last one may have fewer than tile.n."""
         return j * self.tile.n, min((j + 1) * self.tile.n, self.n)
 
     def is_staircase(self, tile: Tile) -> bool:
@@ -162,7 +159,6 @@ class TileGrid:
         return [block, block[::-1]] if self.cover.mirrored and tile[0] != tile[1] else [block]
 
     def depth(self, step: int) -> Range:
-        """Return the range of indices along k that a step multiplies."""
         start = step * self.tile.k
         return start, min(start + self.tile.k, self.k)
 
@@ -213,7 +209,6 @@ class TileSet:
 
     @classmethod
     def of(cls, grid: TileGrid) -> "TileSet":
-        """Return all tiles of a grid that are computed."""
         down, across = grid.shape
         return cls(grid, (0, down), (0, across))
 
@@ -227,12 +222,10 @@ class TileSet:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the set contains every tile of its grid that is computed."""
         return self.count == self.grid.count
 
     @cached_property
     def count(self) -> int:
-        """Number of tiles."""
         square = self.grid.cover.square
         inside = sum(length(self._cols(i)) for i in range(*self.rows)) if square else self._area
         return inside - sum(map(self._covers, self.done))
@@ -265,7 +258,6 @@ class TileSet:
         return isinstance(tile, tuple) and self._covers(tile) and tile not in self.done
 
     def __iter__(self) -> Iterator[Tile]:
-        """Yield the tiles row by row."""
         for i in range(*self.rows):
             yield from ((i, j) for j in range(*self._cols(i)) if (i, j) not in self.done)
 
@@ -285,6 +277,5 @@ class TileSet:
 
 
 def _common(a: Range, b: Range) -> Range:
-    """Intersect two ranges."""
     start = max(a[0], b[0])
     return start, max(start, min(a[1], b[1]))

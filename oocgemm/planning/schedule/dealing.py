@@ -58,15 +58,9 @@ def deal(
     """Order the tiles of a grid for several devices: every tile once, or every one of `tiles`.
 
     The tile at position p is for device p modulo `devices`, in round p // `devices`. Only the last round may
-    have fewer tiles than there are devices.
-
-    Args:
-        devices: number of devices.
-        shape: numbers of tile rows and of tile columns of the grid.
-        traversal: the order of the rounds. Its bands have the width that they have on one device.
-        arranged: over how many tile rows and tile columns the tiles of a round are spread (`arrangement`).
-        tiles: the tiles to deal, by default all.
-        apart: whether devices share no panels. `arranged` then counts rectangles down and across.
+    have fewer tiles than there are devices. The bands of the traversal have the width that they have on one
+    device. `arranged` says over how many tile rows and columns the tiles of a round are spread
+    (`arrangement`); if devices share no panels (`apart`), it counts rectangles down and across.
 
     >>> deal(2, (3, 2), Traversal(), (2, 1))
     [(0, 0), (2, 0), (0, 1), (2, 1), (1, 1), (1, 0)]
@@ -209,10 +203,9 @@ NO_TILE: Tile = (-1, -1)
 
 @dataclass(frozen=True)
 class SharedSchedule(Schedule):
-    """The operations of a run on several devices.
+    """The operations of a run on several devices. `each` are the tiles of each device.
 
-    `each` are the tiles of each device. If it is empty, the tile at position p is for device p modulo
-    `devices`.
+    If it is empty, the tile at position p is for device p modulo `devices`.
     """
 
     devices: int = 2
@@ -226,10 +219,6 @@ class SharedSchedule(Schedule):
             yield from operations
 
     def loads_within(self, max_work: float) -> Loads | None:
-        """Count the bytes of panels that the run loads, or return None if that takes too long.
-
-        `max_work` limits the number of placements of one panel in slots. Each takes about 10 us.
-        """
         if 2 * len(self.tiles) * self.grid.steps > max_work:
             return None
         steps = [self._placed(device, placing) for device, placing in enumerate(self._placings())]

@@ -33,22 +33,15 @@ _Access = tuple[int, int, T, tuple[int, str], bool]
 class HazardTracker(Generic[T]):
     """Derive waits from operations that are admitted in program order.
 
-    With each operation, the caller passes a token of any type T, for example a completion event. It gets back
-    the tokens of the operations to wait for.
-
-    The tracker drops accesses that no later operation needs to wait for. Its memory is therefore proportional
-    to the number of slots.
+    A token of any type T stands for an operation, for example a completion event. The tracker drops accesses
+    that no later operation needs to wait for, so that its memory is proportional to the number of slots.
     """
 
     def __init__(self) -> None:
         self._accesses: defaultdict[Slot, list[_Access[T]]] = defaultdict(list)
 
     def admit(self, operation: Operation, token: T) -> list[T]:
-        """Return the tokens of the earlier operations that `operation` must wait for.
-
-        Operations must be admitted in program order. `token` stands for `operation` in the results of later
-        calls.
-        """
+        """Return the tokens of the earlier operations that this one, from now on `token`, must wait for."""
         waits: list[T] = []
         name = operation.stream
         in_order = name in IN_ORDER

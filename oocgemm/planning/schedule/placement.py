@@ -55,10 +55,7 @@ class SlotCache:
         self._heap: list[tuple[int, int, int]] = []
 
     def acquire(self, key: Panel, next_use: int) -> tuple[int, bool]:
-        """Return the slot for panel `key`, and whether the panel is cached there already.
-
-        `next_use` is the step number of the use after this one.
-        """
+        """Return the slot for panel `key`, and whether it is cached there. `next_use` is a step number."""
         slot = self._where.get(key)
         hit = slot is not None
         if slot is None:
@@ -75,15 +72,10 @@ class SlotCache:
         return slot, hit
 
     def find(self, key: Panel) -> int | None:
-        """Return the slot of panel `key`, or None if it is not cached."""
         return self._where.get(key)
 
     def postpone(self, key: Panel, next_use: int) -> None:
-        """Update the next use of panel `key` if it is cached.
-
-        A panel that is cached on the device is not acquired on the host. This call tells the host's cache of
-        the use.
-        """
+        """Update the next use of a panel that is cached on the device, and is not acquired here."""
         slot = self._where.get(key)
         if slot is not None:
             self._rank(slot, next_use)
@@ -98,10 +90,7 @@ class SlotCache:
         return sorted((use, key) for use, key in pairs if key is not None and use != NEVER)
 
     def latest(self) -> list[Panel | None]:
-        """List the panels of the group of steps that ended last.
-
-        A panel that is not used again is listed as None.
-        """
+        """List the panels of the group of steps that ended last; None for those that are not used again."""
         # A slot that two steps have used is listed once.
         slots = list(dict.fromkeys(reversed(self._latest)))[::-1]
         return [self._keys[slot] if self._next_use[slot] != NEVER else None for slot in slots]
@@ -160,10 +149,7 @@ class SlotCache:
         return self._current[0]
 
     def _furthest(self, avoided: Sequence[int]) -> int | None:
-        """Return the slot outside `avoided` whose panel has the furthest next use.
-
-        Returns None if `avoided` has all slots.
-        """
+        """Return the slot outside `avoided` whose panel has the furthest next use; None if there is none."""
         if len(set(avoided)) >= self._count:
             return None
         passed, found = [], None
@@ -296,16 +282,12 @@ class Panels:
         self.slots = device + (host if isinstance(host, int) else 0)
 
     def line(self, position: int) -> int:
-        """Return the tile row (or column) of the tile at `position`."""
         if self._known[0] != position:
             self._known = position, self._tiles[position][self._axes[0]]
         return self._known[1]
 
     def place(self, position: int, row: int, step: int) -> Placed:
-        """Choose the buffers for one panel: that of tile row (or column) `row` for `step`.
-
-        It is used by the tile at `position`.
-        """
+        """Choose the buffers for the panel of line `row` for `step` of the tile at `position`."""
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
         if not hit:
@@ -332,10 +314,7 @@ class Panels:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the panels of the operand that are cached now, on the device and on the host.
-
-        The tile row (or column) of each panel is given relative to that of the tile at `position`.
-        """
+        """Return the cached panels, their lines relative to that of the tile at `position`."""
         own = self.line(position)
         return tuple(
             (
@@ -346,10 +325,7 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Cache the panels in `contents` before the tile at `position`.
-
-        The tile rows (or columns) in `contents` are relative to that of this tile.
-        """
+        """Cache the panels in `contents`, which are relative to the tile at `position`, before this tile."""
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -443,10 +419,7 @@ class Placing:
         self._shares = self._a is self._b  # one pool has the panels of both operands
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
-        """Place the panels of the tile at `position`. Yield its steps in the groups of `step_groups`.
-
-        Positions must be passed in ascending order.
-        """
+        """Place the panels of the tiles, in ascending positions. Yield each tile's steps in `step_groups`."""
         row, col = self._tiles[position]
         same = row == col and self._shares
         for by_strips, steps in self._step_groups(position):
@@ -468,9 +441,8 @@ class Placing:
     ) -> Counts | None:
         """Count the elements of all panels that are uploaded and read: (up, read) of op(A), and of op(B).
 
-        `depths` are the depths of the steps. `height(i)` is the number of rows in tile row i, and `width(j)`
-        the number of columns in tile column j. Returns None if this takes more work than `max_work`
-        placements of one panel in a slot.
+        `height(i)` is the number of rows in tile row i, and `width(j)` that of columns in tile column j.
+        Returns None if this takes more work than `max_work` placements of one panel in a slot.
 
         To save placements, results are reused for tiles with the same `Panels.state`, and for bands (groups
         of tile rows or columns) with equal keys (`Walk.bands`) that start with the same cached panels.
@@ -524,10 +496,7 @@ class Placing:
         return up, read
 
     def _bands(self) -> Iterator[tuple[int, int, object]]:
-        """Return the bands (groups of tile rows or columns) of a walk over all tiles, as `Walk.bands` does.
-
-        Any other sequence of tiles counts as a single band.
-        """
+        """Return the bands of a walk over all tiles. Any other sequence counts as a single band."""
         if isinstance(self._tiles, Walk) and len(self._tiles) == self._tiles.whole:
             return self._tiles.bands()
         return iter([(0, len(self._tiles), "all")])
@@ -539,10 +508,7 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand.
-
-        Return the sum of the depths of the panels that are uploaded, and of those that are read.
-        """
+        """Place a tile's panels of one operand. Return the summed depths of those uploaded, and read."""
         # Memoise the result only if that saves time. With large caches and few steps, comparing the contents
         # of caches takes longer than placing the tile's panels.
         memoised = panels.slots <= 4 * len(depths)

@@ -51,11 +51,7 @@ class Traversal:
 
     @property
     def along_rows(self) -> "Traversal":
-        """The same traversal in bands of rows (axis 0).
-
-        If this traversal has axis 1, the result is for the transposed grid: it visits tile (j, i) wherever
-        this one visits (i, j).
-        """
+        """The same traversal in bands of rows. It visits (j, i) wherever one with axis 1 visits (i, j)."""
         return Traversal(0, self.band, self.turns)
 
 
@@ -133,10 +129,9 @@ class Walk(Sequence[Tile]):
         return None
 
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
-        """Find the next position after `position` in the tile row or column `line`; None if there is none.
+        """Find the next position after `position`, in a walk over the whole grid, in a tile row or column.
 
-        Positions are those in a walk over the whole grid. `crosses` tells that `line` has tiles in every
-        band. Otherwise, all its tiles are in one band.
+        `crosses` tells that `line` has tiles in every band. Otherwise, all its tiles are in one band.
         """
         band, area = self.traversal.band, self.traversal.band * self._across
         if not crosses:
@@ -245,11 +240,7 @@ class NextUse:
         return positions[index] if index < len(positions) else None
 
     def __call__(self, line: int, step: int, position: int) -> int:
-        """Return the number of the next use of a panel in a tile after the one at `position`, or NEVER.
-
-        The panel is that of `step` in the tile row, column or line `line`. The class explains the numbers of
-        uses.
-        """
+        """Return the number of the next use of the panel of `step` in `line` after `position`, or NEVER."""
         later = self.tile(line, position)
         if later is None:
             return NEVER
