@@ -6,24 +6,12 @@ half-open. The sides of square tiles are `side` elements long.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 # Start and stop of a range of indices along one axis.
 _Range = tuple[int, int]
 # Row and column of a tile in its grid.
 _Tile = tuple[int, int]
-
-
-class Alike(NamedTuple):
-    """Tiles of equal extents: their number, and whether they are in the last tile row or tile column.
-
-    The last line may have fewer rows than others.
-    """
-
-    number: int
-    last_row: bool = False
-    last_col: bool = False
-    staircase: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,32 +87,9 @@ class Cover:
         start, stop = self.columns(row, lines, side)
         return start <= col < stop
 
-    def lines_loaded(self, lines: int, steps: int, slots: int, band: int, side: int) -> float:
-        """Estimate how many lines of `steps` panels `order` loads if `slots` panels are cached.
-
-        Successive tiles have a line in common, whose panels are found if they are cached. A band loads the
-        lines of its columns, and its own lines that are not cached again for each column. Slots that are left
-        over keep lines of the band before it.
-        """
-        if slots >= lines * steps:
-            return float(lines)
-        cached = (slots - 2) / steps  # two panels pass through
-        tiles = self.count(lines, lines, side)
-        if cached < 1:
-            return 2 * tiles - lines - (tiles - 1) * max(0.0, cached)
-        loaded, end = 0.0, 0
-        for rows, (left, right) in self._bands(lines, band, side):
-            missing, spare = max(0.0, len(rows) - cached), max(0.0, cached - len(rows))
-            loaded += right - left + missing * (right - left - 1) - min(max(0, end - left), spare)
-            end = right
-        return loaded
-
-    def alike(self, lines: int, side: int) -> list[Alike]:
-        """Divide the tiles of a square cover into those with equal extents."""
-        inside = self.count(lines - 1, lines - 1, side)
-        start, stop = self.columns(lines - 1, lines, side)
-        at_end = stop - start - 1
-        return [Alike(inside), Alike(at_end, True), Alike(at_end, False, True), Alike(1, True, True)]
+    def period(self, band: int, side: int) -> int:
+        """Return after how many tiles `order` goes on as before, in the inner part of a row of tiles."""
+        return 2 * band
 
     def is_staircase(self, i: int, j: int) -> bool:
         """Tell whether the strips of tile (i, j) differ in width."""
@@ -204,33 +169,6 @@ class Triangle(Cover):
             down = True
         return [(col, row) for row, col in found] if self.upper else found
 
-    def lines_loaded(self, lines: int, steps: int, slots: int, band: int, side: int) -> float:
-        """Estimate how many lines of `steps` panels `order` loads if `slots` panels are cached.
-
-        A band loads its own lines, and per column the line of the column and those of its own lines that are
-        not cached. The column at which it starts is a line of the band before it. Slots that are left over
-        keep lines of other columns.
-
-        >>> [Triangle().lines_loaded(4, 10, slots, 1, 8) for slots in (40, 12, 7)]
-        [4.0, 7.0, 11.5]
-        """
-        cached = (slots - 2) / steps
-        if slots >= lines * steps or cached < 1:
-            return super().lines_loaded(lines, steps, slots, band, side)
-        loaded = 0.0
-        for top in range(0, lines, band):
-            height = min(band, lines - top)
-            missing, spare = max(0.0, height - cached), max(0.0, cached - height)
-            loaded += height + missing * (height - 1) / 2
-            loaded += max(0, top - 1) * (1 + missing) - min(max(0, top - 1), spare)
-        return loaded
-
-    def alike(self, lines: int, side: int) -> list[Alike]:
-        """Divide the tiles into those left of the diagonal and those on it. The last line may differ."""
-        rest = lines - 1
-        found = [Alike(rest * (rest - 1) // 2), Alike(rest, True)]
-        return [*found, Alike(rest, staircase=True), Alike(1, True, True, True)]
-
     def is_staircase(self, i: int, j: int) -> bool:
         """Tell whether the tile is on the diagonal."""
         return i == j
@@ -302,6 +240,10 @@ class Band(Cover):
         [(0, 2), (0, 3), (1, 4), (2, 4)]
         """
         return max(0, i - self._reach(side)), min(across, i + self._reach(side) + 1)
+
+    def period(self, band: int, side: int) -> int:
+        """Return the number of tiles of a band of tile rows far from the corners."""
+        return band * (2 * self._reach(side) + 1)
 
 
 # All of C.

@@ -12,13 +12,12 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 from oocgemm.planning.cost.bound import min_bytes, required_bytes
-from oocgemm.planning.cost.clock import Prediction
+from oocgemm.planning.cost.clock import Prediction, predict
 from oocgemm.planning.cost.coding import describe
 from oocgemm.planning.cost.footprint import Candidate, Footprint, extents, footprint
-from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared, predict_triangle
+from oocgemm.planning.cost.shares import estimate_shared_loads, predict_shared, predict_triangle
 from oocgemm.planning.epilogue import Step
 from oocgemm.planning.layout import KINDS, Codings, Layout, Layouts
 from oocgemm.planning.lowering import Lowered, lower
@@ -176,8 +175,7 @@ class Plan:
             return counted
         if self.devices > 1:
             return estimate_shared_loads(self.setting, self.candidate, self.rounds)
-        estimate = estimate_line_loads if self.problem.b.shares else estimate_loads
-        every = estimate(self.problem, self.grid, self.slots, self.candidate.traversal)
+        every = estimate_loads(self.problem, self.grid, self.slots, self.candidate.traversal)
         whole = TileSet.of(self.grid).extents
         a, b = (part / all_ for part, all_ in zip(self.tiles.extents, whole, strict=True))
         return Loads(a * every.a_up, b * every.b_up, a * every.a_read, b * every.b_read)
@@ -235,7 +233,7 @@ class Plan:
             return predict_shared(self.setting, self.candidate, self.loads, self.rounds)
         whole = predict(self.setting, self.candidate)
         share = self.coverage.elements / max(1, TileSet.of(self.grid).coverage.elements)
-        return whole if share == 1 else part_of(whole, share)
+        return whole if share == 1 else whole.part(share)
 
     @property
     def decoded(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oocgemm.planning import Budgets, Chunked, Layouts, Writing, default_model, make_plan
-from oocgemm.planning.cost import gram as clock_of
+from oocgemm.planning.cost import clock as clock_of
 from oocgemm.planning.schedule.placement import SlotCache
 from oocgemm.planning.search import planner, shapes
 from tests.support.plan_cases import GIB, MIB, STORED, problem

@@ -18,7 +18,7 @@ from oocgemm.planning import (
     make_plan,
     shared_plan,
 )
-from oocgemm.planning.cost import gram as clock_of
+from oocgemm.planning.cost import clock as clock_of
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.search import planner, shared_plans
 from oocgemm.planning.setting import Setting

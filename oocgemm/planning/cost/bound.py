@@ -48,14 +48,16 @@ def bound(prices: Prices, candidate: Candidate) -> float:
     """
     setting, tile, slots = prices.setting, candidate.tile, candidate.slots
     problem, machine = setting.problem, setting.machine
-    grid, (m, n, k) = TileGrid.of(problem, tile), extents(problem, tile)
+    grid, (m, n, k) = TileGrid.of(problem, tile, slots.strip), extents(problem, tile)
     (down, across), grid_steps, depth = grid.shape, grid.steps, problem.depth
-    tiles, strip, unified = down * across, min(slots.strip, m), slots.unified
+    tiles, strip, unified = grid.count, min(slots.strip, m), slots.unified
     if not tiles:
         return 0.0
     loading = _loading(prices, candidate, grid)
-    # Tiles and strips of full size that together have as many elements as C.
-    whole = problem.m * problem.n / (m * n)
+    # Tiles and strips of full size that together have as many elements as those that are computed.
+    stairs = down if grid.is_staircase((0, 0)) else 0
+    full = tiles - stairs + stairs * grid.elements((0, 0)) / (m * n)
+    whole = full * problem.m * problem.n / (down * m * across * n)
     strips = whole * m / strip
     # Strips are multiplied one after the other at the turn from one tile to the next, and in the last tile.
     step = min(prices.multiply(m, m, n, k), prices.multiply(strip, m, n, k) * m / strip)
@@ -71,16 +73,19 @@ def bound(prices: Prices, candidate: Candidate) -> float:
         drains = 0.0 if problem.finishes else write if unified else download
         waiting = per_tile - turning + turning * strip / m + drains
         turned = max(per_tile, waiting - (waiting - per_tile) / tiles)
-    compute = whole * turned
+    finishing = strips * prices.finish(strip, n) if problem.finishes else 0.0
+    compute = whole * turned + finishing
     old = prices.read("C", m, n) * whole if problem.reads_c else 0.0
     old_up = prices.upload("C", m, n) * whole if problem.reads_c and not unified else 0.0
     if machine.shares_cores:
-        return max(compute, loading.read + whole * per_tile + old + prices.write_cpu_share * strips * write)
+        written = prices.write_cpu_share * strips * write
+        return max(compute, loading.read + whole * per_tile + finishing + old + written)
     issue = machine.issue * (
         tiles * grid_steps + loading.copies + (1 if unified or streams_c else 2) * strips
     )
     # The last tile drains while its last steps run, strip by strip.
-    end = last(candidate.traversal, down, across)
+    square = problem.cover.square
+    end = (down - 1, across - 1) if square else last(candidate.traversal, down, across)
     rows = length(grid.rows(end[0]))
     part, share = grid.elements(end) / (m * n), min(1.0, strip / rows)
     last_share = ((rows - 1) % strip + 1) / rows
@@ -132,7 +137,7 @@ def _loading(prices: Prices, candidate: Candidate, grid: TileGrid) -> _Loading:
     for operand, rows, cols, loaded, uploaded, count, on_host in (
         ("A", m, k, loads.a_read, loads.a_up, slots.a, slots.host_a),
         ("B", k, n, loads.b_read, loads.b_up, slots.b, slots.host_b),
-    ):
+    )[: len(problem.operands)]:
         if size := prices.bytes(operand, rows, cols):
             streams = not slots.unified and on_host == 0
             reading = 0.0 if streams else prices.read(operand, rows, cols)

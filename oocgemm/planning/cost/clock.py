@@ -8,6 +8,9 @@ is skipped, up to the repetition in which one time could overtake another.
 Which panels are cached follows from their reuse distance: the number of panels of the operand that are used
 between two uses of a panel. The panel is still in its slot if this number is below the number of slots. In a
 traversal that turns at the end of each row of tiles, Belady's policy evicts the same panels.
+
+The tiles of a square cover, such as a triangle, are run one by one in its order (`cached_of_lines` says which
+panels are cached), but for those of a row that are all alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +20,13 @@ from math import inf
 from typing import NamedTuple
 
 from oocgemm.planning.cost.footprint import Candidate, extents
+from oocgemm.planning.cost.loads import cached, cached_of_lines
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.streams import MAX_AHEAD, ClockState, Load, Streams, Strip
 from oocgemm.planning.schedule.operation import Slots
-from oocgemm.planning.schedule.traversal import last
+from oocgemm.planning.schedule.traversal import forwards, last
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import Tile, TileGrid, ceil_div, length
+from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
 # All lanes whose time is predicted. "issue" is an additional lane: the time in which threads hold the GIL and
 # submit operations one after another.
@@ -31,6 +35,8 @@ LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write"
 MIN_COLLAPSED = 24
 # If times do not grow at constant rates after this many repetitions, the rest takes as long as the last ones.
 MAX_REPETITIONS = 64
+# Of longer lists of tiles of a square cover, as many from the middle are run.
+MAX_LISTED = 3000
 
 # How the panels of A and of B of a step are loaded: None for a panel that is in a device slot.
 Loads = Sequence[Load | None]
@@ -67,39 +73,59 @@ class Prediction:
         """Seconds that the run would take if no operations overlapped."""
         return sum(self.lanes.values())
 
+    def part(self, share: float) -> "Prediction":
+        """Predict another part of the run, whose work is `share` times that of this one."""
+        rest = self.total - self.start_up - self.tail
+        total = self.start_up + share * rest + self.tail if share else 0.0
+        return Prediction(
+            {lane: share * seconds for lane, seconds in self.lanes.items()},
+            self.start_up,
+            share * self.bubbles,
+            self.tail,
+            total,
+            max(0.0, self.streams - self.total + total),
+            self.ran,
+        )
+
 
 def predict(
-    setting: Setting, candidate: Candidate, prices: Prices | None = None, *, last_drains: bool = True
+    setting: Setting,
+    candidate: Candidate,
+    prices: Prices | None = None,
+    *,
+    last_drains: bool = True,
+    tiles: Sequence[Tile] = (),
 ) -> Prediction:
-    """Predict the seconds of a run of a candidate over all of C.
+    """Predict the seconds of a run of a candidate on one device.
 
-    `last_drains` tells that the last tile of the product is among the tiles of the run. Only the steps of
-    that tile run strip by strip at its end, so that its strips drain meanwhile.
+    The run computes all of C or, of a square cover, the given `tiles`. `last_drains` tells that the last tile
+    of the product is among the tiles of the run. Only the steps of that tile run strip by strip at its end,
+    so that its strips drain meanwhile.
     """
-    grid = TileGrid.of(setting.problem, candidate.tile)
+    problem = setting.problem
+    grid = TileGrid.of(problem, candidate.tile, candidate.slots.strip)
     if 0 in grid.shape:
         return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0, 0.0)
-    clock = _Clock(prices or Prices(setting), candidate, grid, last_drains)
-    clock.run()
-    return clock.prediction()
-
-
-def cached(slots: int, between: int, steps: int) -> int:
-    """Count the panels of a tile that are in slots, if `between` panels lie between two tiles that use them.
-
-    The tile goes through its panels in the opposite order to the tile before it.
-
-    >>> cached(10, 0, 4), cached(10, 8, 4), cached(10, 12, 4)
-    (4, 2, 0)
-    """
-    return max(0, min(slots - between, steps))
+    if not problem.cover.square:
+        end = last(candidate.traversal, *grid.shape)
+        clock = _Clock(prices or Prices(setting), candidate, grid, end if last_drains else None)
+        clock.run()
+        return clock.prediction()
+    tiles = tiles or problem.cover.order(grid.shape[0], candidate.traversal.band, grid.tile.m)
+    left_out = max(0, len(tiles) - MAX_LISTED)
+    listed = tiles[left_out // 2 : left_out // 2 + MAX_LISTED]
+    clock = _Clock(prices or Prices(setting), candidate, grid, listed[-1] if last_drains else None)
+    clock.run_listed(listed)
+    found = clock.prediction()
+    return found.part(len(tiles) / len(listed)) if left_out else found
 
 
 class TileKind(NamedTuple):
     """What the steps of a tile depend on.
 
     `first` and `last` tell that it is the first and the last tile of the run. `found_a` and `found_b` are the
-    numbers of cached panels of A and B, on the device and on the host.
+    numbers of cached panels of A and B, on the device and on the host. The strips of a `staircase` differ in
+    width.
     """
 
     rows: int
@@ -109,15 +135,20 @@ class TileKind(NamedTuple):
     last: bool
     found_a: tuple[int, int]
     found_b: tuple[int, int]
+    staircase: bool = False
 
 
 class Whole(NamedTuple):
-    """Equal steps that multiply the whole tile: how many, and the seconds of a Multiply and of a Prepare."""
+    """Equal steps that multiply the whole tile: how many, and the seconds of a Multiply and of a Prepare.
+
+    Each step has this number of `calls` of Multiply, which take these seconds together.
+    """
 
     steps: int
     loads: Loads
     multiply: float
     prepare: float
+    calls: int
 
 
 class ByStrips(NamedTuple):
@@ -140,11 +171,13 @@ class TileKinds:
 
     def __init__(self, prices: Prices, slots: Slots, grid: TileGrid) -> None:
         self._prices, self._slots, self._grid, self._steps = prices, slots, grid, grid.steps
-        self._strip = min(slots.strip, extents(prices.setting.problem, grid.tile)[0])
+        setting = prices.setting
+        self._cover, self._shares = setting.problem.cover, setting.problem.b.shares
+        self._strip = min(slots.strip, extents(setting.problem, grid.tile)[0])
         self._known: dict[TileKind, TileSteps] = {}
-        self._loads: dict[tuple[str, int, int, float], Load] = {}
-        self._strips: dict[tuple[int, int], tuple[list[Strip], list[int]]] = {}
-        self._seconds: dict[tuple[int, int, int], list[float]] = {}
+        self._loads: dict[tuple[str, int, int, float, int], Load] = {}
+        self._strips: dict[tuple[int, int, bool], tuple[list[Strip], list[int]]] = {}
+        self._seconds: dict[tuple[int, int, bool, int], list[float]] = {}
 
     def __getitem__(self, kind: TileKind) -> TileSteps:
         """Return the steps of the tiles of a kind."""
@@ -153,8 +186,8 @@ class TileKinds:
         return self._known[kind]
 
     def _of(self, kind: TileKind) -> TileSteps:
-        rows, n, slots = kind.rows, kind.cols, self._slots
-        strips, heights = self._strips_of(rows, n)
+        slots, block = self._slots, (kind.rows, kind.cols, kind.staircase)
+        strips, heights = self._strips_of(*block)
         segments = _segments(self._grid, forwards=kind.forwards)
         steps = sum(count for count, _ in segments)
         stop = steps - min(slots.last_steps if kind.last else slots.turn_steps, steps)
@@ -163,11 +196,12 @@ class TileKinds:
         group: list[Step] = []
         for begin, end, depth in _cut(segments, (kind.found_a[0], kind.found_b[0], head, stop)):
             loads = self._panels(kind, depth, begin, steps)
-            prepare = self._prices.prepare(rows, n, depth) if slots.planes and depth else 0.0
+            prepare = self._prices.prepare(*block[:2], depth) if slots.planes and depth else 0.0
             if head <= begin < stop:
-                groups.append(Whole(end - begin, loads, self._prices.multiply(rows, rows, n, depth), prepare))
+                calls = len(strips) if kind.staircase else 1
+                groups.append(Whole(end - begin, loads, self._whole(*block, depth), prepare, calls))
                 continue
-            group += [(loads, self._by_strips(rows, n, depth), prepare)] * (end - begin)
+            group += [(loads, self._by_strips(*block, depth), prepare)] * (end - begin)
             if end in (head, steps):
                 groups.append(ByStrips(group, drains=end == steps))
                 group = []
@@ -176,9 +210,10 @@ class TileKinds:
     def _panels(self, kind: TileKind, depth: int, step: int, steps: int) -> Loads:
         """Return how the panels of A and B of a step are loaded, None for those in device slots."""
         loads: list[Load | None] = []
+        b = ("A", (kind.cols, depth)) if self._shares else ("B", (depth, kind.cols))
         for operand, block, (on_device, on_host) in (
             ("A", (kind.rows, depth), kind.found_a),
-            ("B", (depth, kind.cols), kind.found_b),
+            (*b, kind.found_b),
         ):
             if step < on_device or not depth:
                 loads.append(None)
@@ -186,35 +221,62 @@ class TileKinds:
             share = max(0, steps - max(on_device, on_host)) / (steps - on_device)
             if self._slots.streams(operand):
                 share = 0.0
-            key = operand, *block, share
+            # A tile on the diagonal has one panel per step. Others take slots for both roles.
+            key = operand, *block, share, 2 if self._shares and kind.staircase else 1
             if key not in self._loads:
                 self._loads[key] = Load(self._prices, *key)
             loads.append(self._loads[key])
         return loads
 
-    def _strips_of(self, rows: int, n: int) -> tuple[list[Strip], list[int]]:
+    def _strips_of(self, rows: int, n: int, staircase: bool) -> tuple[list[Strip], list[int]]:
         """Return the strips of a tile, and their numbers of rows."""
-        if (rows, n) not in self._strips:
-            heights = [min(self._strip, rows - top) for top in range(0, rows, self._strip)]
-            known = {height: self._strip_of(height, n) for height in set(heights)}
-            self._strips[rows, n] = [known[height] for height in heights], heights
-        return self._strips[rows, n]
+        key = rows, n, staircase
+        if key not in self._strips:
+            spans = [(top, min(top + self._strip, rows)) for top in range(0, rows, self._strip)]
+            if staircase:
+                strips = [self._strip_of(length(x), *self._widths(x, n)) for x in spans]
+            else:
+                mirrored = n if self._cover.mirrored else 0
+                known = {height: self._strip_of(height, n, mirrored) for height in set(map(length, spans))}
+                strips = [known[length(x)] for x in spans]
+            self._strips[key] = strips, list(map(length, spans))
+        return self._strips[key]
 
-    def _strip_of(self, height: int, n: int) -> Strip:
+    def _widths(self, rows: Range, n: int) -> tuple[int, int]:
+        """Return the widths that are computed and that are mirrored of a strip of a staircase."""
+        return length(self._cover.span(rows, (0, n))), length(self._cover.mirrored_columns(rows, (0, n)))
+
+    def _strip_of(self, height: int, n: int, mirrored: int) -> Strip:
         prices = self._prices
         reads_c = prices.setting.problem.reads_c
         old = (prices.read("C", height, n), prices.upload("C", height, n)) if reads_c else (0.0, 0.0)
-        leaving = prices.download(height, n), prices.write(height, n), prices.staged("C", height, n)
-        return Strip(*leaving, prices.finish(height, n), *old)
+        download, write = prices.download(height, n), prices.write(height, n)
+        staged = prices.staged("C", height, n)
+        if mirrored:
+            write += prices.write(height, mirrored)
+            if self._slots.streams("C"):
+                download += prices.download(mirrored, height)
+                staged += prices.staged("C", mirrored, height)
+        return Strip(download, write, staged, prices.finish(height, n), *old)
 
-    def _by_strips(self, rows: int, n: int, depth: int) -> list[float]:
+    def _whole(self, rows: int, n: int, staircase: bool, depth: int) -> float:
+        """Return the seconds of a step that multiplies the whole tile; a staircase strip by strip."""
+        if not staircase:
+            return self._prices.multiply(rows, rows, n, depth)
+        return sum(self._by_strips(rows, n, staircase, depth))
+
+    def _by_strips(self, rows: int, n: int, staircase: bool, depth: int) -> list[float]:
         """Return the seconds of a Multiply of each strip of a tile."""
-        if (rows, n, depth) not in self._seconds:
-            _, heights = self._strips_of(rows, n)
-            self._seconds[rows, n, depth] = [
-                self._prices.multiply(height, rows, n, depth) for height in heights
-            ]
-        return self._seconds[rows, n, depth]
+        key = rows, n, staircase, depth
+        if key not in self._seconds:
+            seconds, top = list[float](), 0
+            for height in self._strips_of(rows, n, staircase)[1]:
+                width = self._widths((top, top + height), n)[0] if staircase else n
+                width -= height // 2 if staircase and self._prices.halves else 0
+                seconds.append(self._prices.multiply(height, rows, width, depth))
+                top += height
+            self._seconds[key] = seconds
+        return self._seconds[key]
 
 
 def _segments(grid: TileGrid, *, forwards: bool) -> list[tuple[int, int]]:
@@ -244,11 +306,11 @@ def _cut(segments: Sequence[tuple[int, int]], cuts: Iterable[int]) -> Iterator[t
 class _Clock:
     """Runs the tiles of a candidate on streams."""
 
-    def __init__(self, prices: Prices, candidate: Candidate, grid: TileGrid, last_drains: bool) -> None:
+    def __init__(self, prices: Prices, candidate: Candidate, grid: TileGrid, end: Tile | None) -> None:
         self.setting, self.prices = prices.setting, prices
         self.grid, self.traversal, self.slots = grid, candidate.traversal, candidate.slots
         self.streams = Streams(prices, candidate.slots)
-        self._last = last(candidate.traversal, *grid.shape) if last_drains else None
+        self._last = end
         self._widths = [0] * self.slots.c  # of the latest tile in each accumulator, next accumulator first
         self._kinds = TileKinds(prices, candidate.slots, grid)
 
@@ -267,6 +329,21 @@ class _Clock:
         tail = total - multiplied
         bubbles = multiplied - s.first_start - s.busy["compute"]
         return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total, streams, s.ran)
+
+    def run_listed(self, tiles: Sequence[Tile]) -> None:
+        """Run tiles of a square cover, one by one or, if rows of them are alike, as many as differ."""
+        slots, steps = self.slots, self.grid.steps
+        found = [cached_of_lines(tiles, steps, x) for x in (slots.a, 0 if slots.unified else slots.host_a)]
+        given = [
+            (tile, (device[0], host[0]), (device[1], host[1]) if tile[0] != tile[1] else (steps, steps))
+            for tile, device, host in zip(tiles, *found, strict=True)
+        ]
+        kinds = [self._kind(*each) for each in given]
+        band = self.traversal.band
+        period = self.grid.cover.period(band, self.grid.tile.m)
+        cuts = (i for i in range(period, len(kinds)) if kinds[i] != kinds[i - period])
+        for start, stop in _pieces(len(kinds), cuts):
+            self._repeat(start, stop, lambda number: self._tile(*given[number]), period)
 
     # The traversal: bands of tile rows, columns of a band, tiles of a column. If the traversal goes along
     # columns (axis 1), rows and columns change roles.
@@ -315,19 +392,19 @@ class _Clock:
         for start, stop in _pieces(height, (1, height - 1, *(x + more for x in kept for more in (0, 1)))):
             self._repeat(start, stop, tile)
 
-    def _repeat(self, start: int, stop: int, body: Callable[[int], None]) -> None:
+    def _repeat(self, start: int, stop: int, body: Callable[[int], None], period: int = 2) -> None:
         """Call `body` with the numbers from `start` to `stop`, and skip calls that repeat others.
 
-        Two calls count as one repetition, because directions and accumulators alternate.
+        By default, two calls count as one repetition, because directions and accumulators alternate.
         """
 
-        def twice(number: int) -> None:
-            body(start + 2 * number)
-            body(start + 2 * number + 1)
+        def once(number: int) -> None:
+            for at in range(start + period * number, start + period * (number + 1)):
+                body(at)
 
-        pairs = (stop - start) // 2 if stop - start >= 8 else 0
-        self._skip_repeated(pairs, twice)
-        for number in range(start + 2 * pairs, stop):
+        periods = (stop - start) // period if stop - start >= 4 * period else 0
+        self._skip_repeated(periods, once)
+        for number in range(start + period * periods, stop):
             body(number)
 
     def _skip_repeated(self, count: int, body: Callable[[int], None]) -> None:
@@ -356,10 +433,9 @@ class _Clock:
 
     def _tile(self, tile: Tile, found_a: tuple[int, int], found_b: tuple[int, int]) -> None:
         """Run a tile. Numbers of cached panels of A and B, on the device and on the host, are given."""
-        (i, j), s = tile, self.streams
+        s, kind = self.streams, self._kind(tile, found_a, found_b)
         s.ran += 8
-        rows, n = length(self.grid.rows(i)), length(self.grid.cols(j))
-        kind = TileKind(rows, n, (i + j) % 2 == 0, tile == (0, 0), tile == self._last, found_a, found_b)
+        rows, n = kind.rows, kind.cols
         strips, heights, groups = self._kinds[kind]
         free = _free_strips(s.drained.pop(0), self._widths.pop(0) or n, n, len(strips))
         self._widths.append(n)
@@ -370,12 +446,12 @@ class _Clock:
         done: list[float] = []
         for group in groups:
             if isinstance(group, Whole):
-                count, loads, multiply, prepare = group
+                count, loads, multiply, prepare, calls = group
                 if free:
-                    s.steps(1, loads, multiply + faults, prepare, max(free))
+                    s.steps(1, loads, multiply + faults, prepare, max(free), calls=calls)
                     count -= 1
                 if count:
-                    self._steps(count, loads, multiply, prepare)
+                    self._steps(count, loads, multiply, prepare, calls)
             else:
                 steps = _slowed(group.steps, [faults * x / rows for x in heights]) if faults else group.steps
                 done = s.group(steps, free, strips, drains=group.drains)
@@ -388,15 +464,20 @@ class _Clock:
             if turn:
                 ring[:] = ring[turn:] + ring[:turn]
 
-    def _steps(self, count: int, loads: Loads, multiply: float, prepare: float) -> None:
+    def _kind(self, tile: Tile, found_a: tuple[int, int], found_b: tuple[int, int]) -> TileKind:
+        grid, ends = self.grid, (tile == (0, 0), tile == self._last)
+        rows, n = length(grid.rows(tile[0])), length(grid.cols(tile[1]))
+        return TileKind(rows, n, forwards(tile), *ends, found_a, found_b, grid.is_staircase(tile))
+
+    def _steps(self, count: int, loads: Loads, multiply: float, prepare: float, calls: int) -> None:
         """Run equal steps. If there are many, skip those that repeat others."""
         slots, s = self.slots, self.streams
         window = min(MAX_AHEAD, max(slots.a, slots.b, slots.host_a, slots.host_b)) + 2
         if count < max(MIN_COLLAPSED, 2 * window):
-            s.steps(count, loads, multiply, prepare)
+            s.steps(count, loads, multiply, prepare, calls=calls)
             return
-        s.steps(window, loads, multiply, prepare)
-        self._skip_repeated(count - window, lambda _: s.steps(1, loads, multiply, prepare))
+        s.steps(window, loads, multiply, prepare, calls=calls)
+        self._skip_repeated(count - window, lambda _: s.steps(1, loads, multiply, prepare, calls=calls))
 
 
 def _free_strips(free: Sequence[float], old_width: int, width: int, count: int) -> list[float]:

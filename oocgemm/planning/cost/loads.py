@@ -1,18 +1,86 @@
-"""Estimate with formulas how many bytes of panels of A and B a candidate loads."""
+"""Estimate how many panels find their slots full, and how many bytes of panels a candidate loads.
 
+`Schedule.loads` counts them exactly, one panel after the other. These estimates are for the clock and the
+search, which cannot count, and for runs of so many steps that counting would take too long.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
+
+from oocgemm.planning.cover import Cover
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.placement import Loads
-from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.tiling import TileGrid, ceil_div
+from oocgemm.planning.schedule.traversal import NEVER, Traversal
+from oocgemm.planning.tiling import Tile, TileGrid, ceil_div
+
+# Of longer lists of tiles of a square cover, as many from the middle are looked at.
+MAX_TILES = 256
+
+
+def cached(slots: int, between: int, steps: int) -> int:
+    """Count the panels of a tile that are in slots, if `between` panels lie between two tiles that use them.
+
+    The tile goes through its panels in the opposite order to the tile before it.
+
+    >>> cached(10, 0, 4), cached(10, 8, 4), cached(10, 12, 4)
+    (4, 2, 0)
+    """
+    return max(0, min(slots - between, steps))
+
+
+def cached_of_lines(tiles: Sequence[Tile], steps: int, slots: int) -> list[tuple[int, int]]:
+    """Estimate how many panels of the row and of the column of each tile are in slots before the tile.
+
+    A line, which is a tile row and the column with its number, has one panel per step. The `slots` keep
+    panels of the lines that are used next (Belady). Unless they have room for all, two are for panels that
+    pass through. Compared with `Placing`, which places panel by panel, lines are kept and evicted tile by
+    tile.
+
+    >>> cached_of_lines([(0, 0), (1, 0), (1, 1), (2, 1), (2, 0), (2, 2)], 3, 8)
+    [(0, 0), (0, 3), (3, 3), (0, 3), (3, 3), (3, 3)]
+    """
+    if slots < 1:
+        return [(0, 0)] * len(tiles)
+    later, uses = dict[int, int](), list[tuple[int, int]]()
+    for position in range(len(tiles) - 1, -1, -1):
+        i, j = tiles[position]
+        uses.append((later.get(i, NEVER), later.get(j, NEVER)))
+        later[i] = later[j] = position
+    room = slots if slots >= len(later) * steps else max(0, slots - 2)
+    found, kept, next_use = list[tuple[int, int]](), dict[int, int](), dict[int, int]()
+    furthest, total = list[tuple[int, int]](), 0
+    for tile, both in zip(tiles, reversed(uses), strict=True):
+        found.append((kept.get(tile[0], 0), kept.get(tile[1], 0)))
+        for line, use in dict(zip(tile, both, strict=True)).items():
+            total += steps - kept.get(line, 0)
+            kept[line], next_use[line] = steps, use
+            heappush(furthest, (-use, line))
+        while total > room:
+            use, line = furthest[0]
+            if next_use.get(line) != -use:
+                heappop(furthest)  # the line has been used since, or is gone
+                continue
+            dropped = min(kept[line], total - room)
+            total -= dropped
+            kept[line] -= dropped
+            if not kept[line]:
+                heappop(furthest)
+                del kept[line], next_use[line]
+    return found
 
 
 def estimate_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal: Traversal) -> Loads:
-    """Estimate the bytes that `Schedule.loads` counts, from the fraction of uses that hit a cached panel."""
+    """Estimate the bytes that `Schedule.loads` counts for all tiles."""
     down, across = grid.shape
     if down * across == 0:
         return Loads(0, 0, 0, 0)
     a = problem.m * problem.depth * problem.itemsizes["A"]
+    if problem.cover.square:
+        counts = grid.steps, slots.a, 0 if slots.unified else slots.host_a
+        up, read = _lines_loaded(problem.cover, down, grid.tile.m, traversal.band, *counts)
+        return Loads(a * up / down, 0, a * read / down, 0)
     b = problem.depth * problem.n * problem.itemsizes["B"]
     steps = max(1.0, problem.depth / max(1, grid.tile.k))
     a_up, b_up = _times_loaded(down, across, steps, slots.a, slots.b, traversal)
@@ -20,6 +88,28 @@ def estimate_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal
         return Loads(a * a_up, b * b_up, a * a_up, b * b_up)
     a_read, b_read = _times_loaded(down, across, steps, slots.host_a, slots.host_b, traversal)
     return Loads(a * a_up, b * b_up, a * min(a_up, a_read), b * min(b_up, b_read))
+
+
+@lru_cache(1024)
+def _lines_loaded(
+    cover: Cover, lines: int, side: int, band: int, steps: int, device: int, host: int
+) -> tuple[float, float]:
+    """Estimate how many lines of panels of a square cover are uploaded, and how many are read."""
+    tiles = cover.order(lines, band, side)
+    left_out = max(0, len(tiles) - MAX_TILES)
+    some = tiles[left_out // 2 : left_out // 2 + MAX_TILES]
+    up = read = 0
+    found = (cached_of_lines(some, steps, count) for count in (device, host))
+    for (i, j), here, there in zip(some, *found, strict=True):
+        missing = steps - here[0]
+        up += missing
+        read += min(missing, steps - there[0])
+        if i != j:  # a tile on the diagonal has one line
+            missing = steps - here[1]
+            up += missing
+            read += min(missing, steps - there[1])
+    times = len(tiles) / len(some) / steps
+    return times * up, times * read
 
 
 def _times_loaded(

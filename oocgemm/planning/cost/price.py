@@ -62,6 +62,8 @@ class Prices:
         multiplying = self.product(problem.flops, max(1, m), max(1, n), max(1, k))
         up = k * (m * sizes["A"] + n * sizes["B"]) / machine.h2d
         copying = max(up, m * n * sizes["C"] / machine.d2h)
+        # BLAS computes one triangle of a square on C's diagonal, where the host multiplies.
+        self.halves = machine.shares_cores and problem.halves_diagonal
         self._busy = min(1.0, multiplying / copying) if copying else 1.0
         self._rates: dict[tuple[str, str, int, int], float] = {}
         self._multiply: dict[tuple[int, int, int, int], float] = {}

@@ -12,7 +12,6 @@ from math import sqrt
 from oocgemm.planning.cost import clock
 from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.footprint import Candidate
-from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel, scaled
 from oocgemm.planning.schedule.dealing import arrangement
@@ -106,7 +105,7 @@ def estimate_shared_loads(setting: Setting, candidate: Candidate, rounds: int) -
     """Estimate the bytes of panels of all devices in a number of rounds, in which each computes one tile."""
     if setting.problem.cover.square:
         grid = TileGrid.of(setting.problem, candidate.tile, candidate.slots.strip)
-        whole = estimate_line_loads(setting.problem, grid, candidate.slots, candidate.traversal)
+        whole = estimate_loads(setting.problem, grid, candidate.slots, candidate.traversal)
         # A device has a part of the tiles, which are in more lines than the same part of them.
         return replace(whole, a_up=whole.a_up * sqrt(setting.devices))
     share = Share.of(setting, candidate)
@@ -131,23 +130,10 @@ def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds:
     setting = replace(share.setting, machine=machine)
     # In a run that was begun by one device, only one device has the last tile. The others may end later.
     drains = candidate.ends >= devices
-    return part_of(clock.predict(setting, share.candidate, last_drains=drains), part)
+    return clock.predict(setting, share.candidate, last_drains=drains).part(part)
 
 
 def predict_triangle(setting: Setting, candidate: Candidate, share: float) -> Prediction:
     """Predict the seconds of a triangle, of which the device with the largest share computes this one."""
     machine = slowed(setting.machine, 1.0, setting.devices)
-    whole = predict(replace(setting, machine=machine, devices=1), candidate)
-    return part_of(whole, share)
-
-
-def part_of(whole: Prediction, share: float) -> Prediction:
-    """Predict the seconds of a part of a run, from those of the whole run.
-
-    `share` is the work of the part divided by that of the whole.
-    """
-    lanes = {lane: share * seconds for lane, seconds in whole.lanes.items()}
-    rest = whole.total - whole.start_up - whole.tail
-    total = whole.start_up + share * rest + whole.tail if share else 0.0
-    streams = max(0.0, whole.streams - whole.total + total)
-    return Prediction(lanes, whole.start_up, share * whole.bubbles, whole.tail, total, streams)
+    return clock.predict(replace(setting, machine=machine, devices=1), candidate).part(share)

@@ -46,6 +46,9 @@ def _seconds(operation: Operation, prices: Prices) -> float:
             seconds = prices.read(operation.operand, rows, cols)
         case Kind.WRITE:
             seconds = prices.write(rows, cols)
+            mirrored = operation.bytes // max(1, prices.bytes("C", rows, 1)) - cols
+            if prices.setting.problem.cover.mirrored and mirrored > 0:
+                seconds += prices.write(rows, mirrored)
         case Kind.UPLOAD if operation.peer:
             seconds = operation.bytes / PEER_RATE + prices.setting.machine.copy_latency
         case Kind.UPLOAD:
@@ -53,6 +56,8 @@ def _seconds(operation: Operation, prices: Prices) -> float:
         case Kind.DOWNLOAD:
             seconds = prices.download(rows, cols)
         case Kind.MULTIPLY:
+            if prices.halves and operation.tile[0] == operation.tile[1]:
+                cols -= rows // 2
             seconds = prices.multiply(rows, operation.reads[0].stop // k if k else rows, cols, k)
         case Kind.PREPARE:
             seconds = prices.prepare(rows, cols, k)
@@ -86,7 +91,8 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
     tracker: HazardTracker[list[float]] = HazardTracker()
     prices, staged = Prices(setting), [0.0] * setting.devices
     layouts = {"A": setting.layouts.a, "B": setting.layouts.b, "C": setting.layouts.c}
-    # The old C and panels are loaded at the same time, over the same link and from the same storage.
+    # The old C and panels are loaded at the same time, over the same link and from the same storage. Both
+    # Downloads of a strip of a whole Gram matrix use one link.
     carried = defaultdict[tuple[int, str], float](float)
     # Each device has threads of its own for copies between pageable arrays and pinned buffers.
     copying = setting.machine.copy_threads_of(setting.devices) / setting.machine.copy_threads
@@ -115,6 +121,8 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
             carried[0, "decode" if layouts[operation.operand].decode_bytes else "read"] += seconds
         if operation.kind is Kind.UPLOAD and not operation.peer:
             carried[operation.device, "h2d"] += seconds
+        if operation.kind is Kind.DOWNLOAD:
+            carried[operation.device, "d2h"] += seconds
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) and not operation.peer:
             copied = prices.staged(operation.operand, *map(length, operation.block))
             staged[operation.device] += copied / copying

@@ -33,17 +33,20 @@ class ClockState(NamedTuple):
 class Load:
     """How steps load a panel: seconds of its Read, page faults, Upload and staging.
 
-    `share` is the fraction of these panels that is read. The others are in host slots.
+    `share` is the fraction of these panels that is read. The others are in host slots. There are `times` as
+    many device slots for them as `PanelSlots` says.
     """
 
-    __slots__ = ("faults", "read", "share", "staged", "upload")
+    __slots__ = ("faults", "read", "share", "staged", "times", "upload")
 
-    def __init__(self, prices: Prices, operand: str, rows: int, cols: int, share: float) -> None:
+    def __init__(
+        self, prices: Prices, operand: str, rows: int, cols: int, share: float, times: int = 1
+    ) -> None:
         self.read = prices.read(operand, rows, cols)
         self.faults = prices.faults(operand, rows, cols)
         self.upload = prices.upload(operand, rows, cols)
         self.staged = prices.staged(operand, rows, cols)
-        self.share = share
+        self.share, self.times = share, times
 
 
 class Strip(NamedTuple):
@@ -63,10 +66,10 @@ class Strip(NamedTuple):
 class PanelSlots:
     """The slots of A or of B. `lane` is the lane of its Reads."""
 
-    def __init__(self, device: int, host: int, lane: str) -> None:
+    def __init__(self, device: int, host: int, lane: str, *, fresh: int) -> None:
         self.device, self.host, self.lane = min(device, MAX_AHEAD), min(host, MAX_AHEAD), lane
         self.uploads = [_BEFORE] * max(1, self.host)  # ends of the latest Uploads
-        self.fresh = host or device  # slots that no Read has filled yet
+        self.fresh = fresh  # slots that no Read has filled yet
 
 
 class Streams:
@@ -87,13 +90,18 @@ class Streams:
         self.selects = problem.sink.per_row > 0
         lanes = ["decode" if x.decode_bytes else "read" for x in (layouts.a, layouts.b, layouts.c)]
         host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
-        self.panels = PanelSlots(slots.a, host_a, lanes[0]), PanelSlots(slots.b, host_b, lanes[1])
+        if problem.b.shares:  # the panels in both roles of a step have the same slots
+            self.pools = [PanelSlots(max(1, slots.a // 2), host_a, lanes[0], fresh=host_a or slots.a)]
+        else:
+            counts = (slots.a, host_a, lanes[0]), (slots.b, host_b, lanes[1])
+            self.pools = [PanelSlots(*each, fresh=each[1] or each[0]) for each in counts]
+        self.panels = self.pools[0], self.pools[-1]
         self.c_lane, self.streams_c = lanes[2], slots.streams("C")
         # All times except `first_start` are relative to `base`.
         self.base = self.issued = self.read = self.h2d = self.compute = self.d2h = self.write = 0.0
         self.read_c = self.h2d_c = self.multiplied = 0.0
         self.first_start = -1.0  # start of the first Multiply
-        self._steps_kept = max(panels.device for panels in self.panels)
+        self._steps_kept = (2 if problem.b.shares else 1) * max(panels.device for panels in self.panels)
         self.ends = [_BEFORE] * self._steps_kept  # ends of the latest steps
         # When the strips of each accumulator have drained, next accumulator first. When the host slots for
         # strips, and the device slots for finished strips, are free, next slot first.
@@ -107,7 +115,14 @@ class Streams:
     # Steps that multiply the whole tile.
 
     def steps(
-        self, count: int, loads: Sequence[Load | None], multiply: float, prepare: float, wait: float = -inf
+        self,
+        count: int,
+        loads: Sequence[Load | None],
+        multiply: float,
+        prepare: float,
+        wait: float = -inf,
+        *,
+        calls: int = 1,
     ) -> None:
         """Run `count` equal steps.
 
@@ -116,21 +131,22 @@ class Streams:
             loads: how the panels of A and of B are loaded; None if they are in device slots already.
             multiply, prepare: seconds of these operations.
             wait: time at which the accumulator of the tile is free; -inf if it is.
+            calls: number of Multiply operations of a step, which take the time `multiply` together.
         """
         fresh = [
             x.fresh for x, load in zip(self.panels, loads, strict=True) if load and load.share and x.fresh
         ]
         new = min([count, *fresh]) if fresh else 0
         if wait > -inf:
-            self._run(1, loads, multiply, prepare, wait, faults=new > 0)
+            self._run(1, loads, multiply, prepare, wait, faults=new > 0, calls=calls)
             count, new = count - 1, max(0, new - 1)
         if new:
-            self._run(new, loads, multiply, prepare, faults=True)
+            self._run(new, loads, multiply, prepare, faults=True, calls=calls)
             count -= new
         if count and fresh and new < max(fresh):
-            self.steps(count, loads, multiply, prepare)
+            self.steps(count, loads, multiply, prepare, calls=calls)
         elif count:
-            self._run(count, loads, multiply, prepare)
+            self._run(count, loads, multiply, prepare, calls=calls)
 
     def _run(
         self,
@@ -141,7 +157,9 @@ class Streams:
         wait: float = -inf,
         *,
         faults: bool = False,
+        calls: int = 1,
     ) -> None:
+        more = (calls - 1) * self.issue
         issue, wake, ends, issued = self.issue, self.wake, self.ends, self.issued
         read_free, h2d, compute = self.read, self.h2d, self.compute
         unified, shares = self.slots.unified, self.shares_cores
@@ -156,7 +174,8 @@ class Streams:
                 if not unified:
                     self.busy["h2d"] += count * load.upload
                     self.busy["staged"] += count * load.staged
-                loaded.append((panels.uploads, panels.device, panels.host, load.share, read, load.upload))
+                device = load.times * panels.device
+                loaded.append((panels.uploads, device, panels.host, load.share, read, load.upload))
         self.ran += 2 + count
         for _ in range(count):
             arrived = wait
@@ -185,7 +204,8 @@ class Streams:
             start = max(issued, compute, arrived)
             if self.first_start < 0:
                 self.first_start = self.base + start
-            compute = start + multiply
+            issued += more
+            compute = max(start + multiply, issued) if more else start + multiply
             ends.append(compute)
         self.busy["compute"] += count * multiply
         self.busy["prepare"] += count * prepare
@@ -242,7 +262,7 @@ class Streams:
         for panels, load in zip(self.panels, loads, strict=True):
             if load is None:
                 continue
-            free = self.ends[number - panels.device]
+            free = self.ends[number - load.times * panels.device]
             read = load.share * load.read
             if panels.fresh and load.share:
                 panels.fresh -= 1
@@ -333,7 +353,7 @@ class Streams:
         for some in self._lists():
             times += some
         self.ran += len(times) // 4
-        unused = [self.untouched, *(panels.fresh for panels in self.panels)]
+        unused = [self.untouched, *(panels.fresh for panels in self.pools)]
         return ClockState(self.base, times, list(self.busy.values()), unused)
 
     def advance(self, before: ClockState, now: ClockState, count: int, *, together: bool = False) -> None:
@@ -353,7 +373,7 @@ class Streams:
         self.busy = dict(zip(BUSY, grown, strict=True))
         left = [max(0, y - count * (x - y)) for x, y in zip(before.unused, now.unused, strict=True)]
         self.untouched = left[0]
-        for panels, fresh in zip(self.panels, left[1:], strict=True):
+        for panels, fresh in zip(self.pools, left[1:], strict=True):
             panels.fresh = fresh
 
     def _shift(self, seconds: float) -> None:
@@ -367,7 +387,7 @@ class Streams:
     def _lists(self) -> Iterator[list[float]]:
         del self.ends[: -self._steps_kept]
         yield self.ends
-        for panels in self.panels:
+        for panels in self.pools:
             del panels.uploads[: -max(1, panels.host)]
             yield panels.uploads
         yield from self.drained

@@ -19,19 +19,18 @@ from functools import lru_cache
 from operator import itemgetter
 
 from oocgemm.planning.cost.bound import bound, required_bytes, shape_bound
-from oocgemm.planning.cost.clock import Prediction
+from oocgemm.planning.cost.clock import Prediction, predict
 from oocgemm.planning.cost.footprint import Candidate
-from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.layout import Layouts
 from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
-from oocgemm.planning.search.gram_shapes import gram_candidates, smallest
 from oocgemm.planning.search.refusals import budget_error, check_tile, too_small, within
 from oocgemm.planning.search.shapes import Shapes, chained_shapes, in_place_tile, min_tile, needs_no_memory
 from oocgemm.planning.search.slot_counts import io_threads, slot_counts
+from oocgemm.planning.search.squares import Squares, smallest
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import Tile, TileGrid, TileShape
 from oocgemm.planning.units import ceil_size, parse_size
@@ -51,6 +50,9 @@ PRUNE, NEAR = 1.5, 1.1
 # Of the candidates with one tile shape, those are not tried whose lower bound exceeds the least one by this
 # factor. Of 2200 such pairs of candidates, the one with the higher bound was the faster one 11 times.
 NEAR_BOUND = 1.02
+# Of square covers, the clock runs at most so many candidates with tiles of all sizes, and as many with tiles
+# of the best REFINED_SIDES sizes.
+MAX_SQUARES, REFINED_SIDES = 12, 3
 # Strips of C that the GPU downloads by itself are tried this many times as large: fewer take less time to
 # enqueue.
 LARGER_STRIP = 4
@@ -218,7 +220,7 @@ class _Search:
         prices, setting = self._prices, self._prices.setting
         problem = setting.problem
         if problem.cover.square:
-            self._clock(gram_candidates(prices, tile, threads))
+            self._squares(Squares(prices, threads), tile)
         elif problem.b.one_tile:
             for shape in [tile] if tile else chained_shapes(setting):
                 if self._try(shape, 1, threads):
@@ -243,6 +245,20 @@ class _Search:
         if not self._found and not tile:
             self._try(min_tile(setting), 1, threads)
         return bool(self._found)
+
+    def _squares(self, squares: Squares, tile: TileShape | None) -> None:
+        """Run the candidates of a square cover that may be faster than those before them."""
+        problem = self._prices.setting.problem
+        if not problem.m:
+            self._clock([(0.0, smallest(self._prices.setting, tile))])
+        elif tile is not None:
+            self._clock(squares.of(tile)[:MAX_SQUARES])
+        else:
+            self._clock(squares.of_all_sides()[:MAX_SQUARES])
+            ranked = sorted(self._found, key=lambda one: self._found[one].total)
+            sides = list(dict.fromkeys(one.tile.m for one in ranked))[:REFINED_SIDES]
+            if sides:
+                self._clock(squares.with_sides(sides)[:MAX_SQUARES])
 
     def _try(self, shape: TileShape, c: int, threads: int) -> Scored | None:
         """Run the candidates with a tile shape that may be faster, and return the best of them."""

@@ -35,11 +35,11 @@ from oocgemm.planning.plan import Plan, Scored, schedule_of
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import SharedSchedule, arrangement
 from oocgemm.planning.schedule.operation import Slots
-from oocgemm.planning.search.gram_shapes import depths_of, estimate, smallest
 from oocgemm.planning.search.planner import CLOSE, MAX_EXPLAINED, make_plan
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
 from oocgemm.planning.search.slot_counts import io_threads, slot_counts
+from oocgemm.planning.search.squares import Squares, smallest
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 from oocgemm.planning.units import ceil_size, parse_size
@@ -426,6 +426,7 @@ def _triangle_shapes(setting: Setting) -> list[TileShape]:
         return []
     machine = slowed(setting.machine, 1.0, setting.devices)
     prices = Prices(replace(setting, machine=machine))
+    squares = Squares(prices, machine.io_threads)
 
     @cache
     def share(side: int) -> float:
@@ -436,9 +437,10 @@ def _triangle_shapes(setting: Setting) -> list[TileShape]:
         return schedule.largest / max(1, schedule.elements)
 
     def seconds(shape: TileShape) -> float:
-        return share(shape.m) * estimate(prices, shape, machine.io_threads)
+        found = squares.of(shape)
+        return share(shape.m) * min((least for least, _ in found), default=inf)
 
-    ranked, depths = sorted(dict.fromkeys(_shapes(prices)), key=seconds), Counter[int]()
+    ranked, depths = sorted(dict.fromkeys(_shapes(prices, squares)), key=seconds), Counter[int]()
     order = {}
     for shape in ranked:
         depths[shape.m] += 1
@@ -446,9 +448,9 @@ def _triangle_shapes(setting: Setting) -> list[TileShape]:
     return sorted(ranked, key=order.__getitem__)
 
 
-def _shapes(prices: Prices) -> Iterator[TileShape]:
+def _shapes(prices: Prices, squares: Squares) -> Iterator[TileShape]:
     """Yield the tile shapes to try: square ones, in whole chunks."""
-    setting, depths = prices.setting, depths_of(prices)
+    setting, depths = prices.setting, squares.depths
     least, most = smallest(setting, None).tile, max(1, setting.problem.m)
     sides = (round_up(ceil_div(most, lines), least.m) for lines in LINES if lines <= 8 * setting.devices)
     for side in dict.fromkeys(min(most, max(least.m, side)) for side in sides):
