@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,10 @@ from oocgemm.planning.tiling import Range, Shape, round_up
 from oocgemm.stores.codecs import Codec, Fetched
 from oocgemm.stores.files import CachedBlock
 from oocgemm.timeline.spans import BusyTime
+
+# The maximum number of steps whose blocks the GPU copies from and to pinned arrays. One thread enqueues an
+# operation in 20 to 60 us, the threads of a long run need 200 us. Per operation, the run takes about 3 KB.
+MAX_ENQUEUED_STEPS = 2048
 
 
 class Checksums(Protocol):
@@ -213,17 +217,17 @@ class Stream(NamedTuple):
     device: int
     lane: str
 
-    @classmethod
-    def of(cls, operation: Operation) -> Self:
-        return cls(operation.device, operation.stream)
-
 
 class Token(Protocol):
     """The handle of a submitted operation, which may still be running. A session's `submit` returns it.
 
     Attributes:
+        times: what `interval` returns if the thread that submitted the operation has run it; otherwise None.
         bytes: how many bytes were copied; None if as many as the operation says.
     """
+
+    @property
+    def times(self) -> tuple[int, int] | None: ...
 
     @property
     def bytes(self) -> int | None: ...
@@ -238,26 +242,18 @@ class Token(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DoneToken:
-    """The handle of an operation that has already ended, because the submitting thread ran it.
+    """The handle of an operation that has already ended, because the submitting thread ran it."""
 
-    `moved` is False for a Read or a Write that copied no bytes, because the CPU multiplies the data in place.
-    """
-
-    start: int
-    end: int
-    moved: bool = True
-
-    @property
-    def bytes(self) -> int | None:
-        return None if self.moved else 0
+    times: tuple[int, int]
+    bytes: int | None = None
 
     def synchronize(self) -> None:
         return
 
     def interval(self) -> tuple[int, int]:
-        return self.start, self.end
+        return self.times
 
 
 class Session(Protocol):
@@ -269,16 +265,16 @@ class Session(Protocol):
         asynchronous: kinds of operations for which `submit` returns at once, unless their host memory is
             `Pageable`. Any thread may submit these, but only one thread at a time.
         host_arena: resident, pinned memory for all host slots; None if the engine shall allocate it.
+        repeats: whether the launches of operations are kept for the next run of the plan, in which the
+            operations must be the same objects.
         begins_at_once: whether `begin` returns while a block is being copied, and may be called before the
-            run.
-        kept: operations of an earlier run whose launches are kept, so that `submit` may be called before the
             run.
     """
 
     host_arena: Array | None
     asynchronous: Collection[Kind]
+    repeats: bool
     begins_at_once: bool
-    kept: Collection[Operation]
 
     @property
     def checksums(self) -> Checksums | None: ...
@@ -300,6 +296,9 @@ class Session(Protocol):
                 waits until the block has been written.
             after: handles of the operations that this one waits for.
         """
+
+    def keeps(self, operation: Operation) -> bool:
+        """Return whether the launches of an operation are kept. They may be made before the run then."""
 
     def begin(self, operation: Operation, host: Pageable, after: Sequence[Token]) -> Callable[[], Token]:
         """Begin what `submit` does for a `Pageable` block.

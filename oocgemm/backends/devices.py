@@ -105,8 +105,8 @@ class Devices:
 class DevicesSession:
     """The sessions of one plan on several devices. Implements `Session`."""
 
+    repeats = False
     begins_at_once = False  # `engine.prefetch` supports one device
-    kept: Collection[Operation] = ()
 
     def __init__(self, each: Sequence[Session], numbers: Sequence[int]) -> None:
         self._each, self._numbers = each, numbers
@@ -127,6 +127,9 @@ class DevicesSession:
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> Token:
         with self._named(operation.device):
             return self._each[operation.device].submit(operation, host, after)
+
+    def keeps(self, operation: Operation) -> bool:
+        return False
 
     def begin(self, operation: Operation, host: Pageable, after: Sequence[Token]) -> Callable[[], Token]:
         with self._named(operation.device):

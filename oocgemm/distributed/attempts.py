@@ -20,9 +20,10 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import cast
@@ -34,6 +35,7 @@ from oocgemm.jobs.output import Journaled, Target, remove_shared
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import TileQueue
 from oocgemm.planning import TileGrid
+from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.capabilities import Resumable, ResumableMatrix
 from oocgemm.stores.files import open_regular, read_regular
@@ -239,7 +241,8 @@ class RedoFiles:
         self._target.written = True
         for block in blocks:
             matrix.adopt(folder / REDO, *block)
-        self._target.finished(tile)
+        assert self._target.finished is not None
+        self._target.finished(tile, blocks)
         return True
 
 
@@ -262,10 +265,8 @@ class AttemptTarget(Target):
         except OSError as error:
             raise ExecutionError(f"the attempt cannot be begun in {folder}: {error.strerror}") from error
         self.matrix.redirect_writes(folder / REDO)
-        self._committer = _AttemptCommitter(self._file, self.matrix, job.plan.grid, folder / REDO)
-
-    def finished(self, tile: Tile) -> None:
-        self._committer.finished(tile)
+        self._committer = _AttemptCommitter(self._file, self.matrix, folder / REDO)
+        self.finished = self._committer.finished
 
     def seal(self) -> None:
         self._committer.close()
@@ -281,17 +282,15 @@ class AttemptTarget(Target):
 class _AttemptCommitter(TileQueue):
     """Makes the redo files of tiles durable, and adds the tiles to the journal of the attempt."""
 
-    def __init__(self, file: int, matrix: Resumable, grid: TileGrid, redo: Path) -> None:
+    def __init__(self, file: int, matrix: Resumable, redo: Path) -> None:
         self._file = file
         self._matrix = matrix
-        self._grid = grid
         self._folder = redo
         super().__init__()
 
-    def commit(self, tiles: Sequence[Tile]) -> None:
+    def commit(self, tiles: Mapping[Tile, Sequence[Block]]) -> None:
         """Flush the redo files of tiles, and add lines for them to the attempt's journal."""
-        blocks = {tile: self._grid.blocks(tile) for tile in tiles}
-        self._matrix.sync_blocks([block for found in blocks.values() for block in found])
-        files = {tile: redo_fingerprint(self._matrix, self._folder, blocks[tile]) for tile in tiles}
+        self._matrix.sync_blocks(list(chain.from_iterable(tiles.values())))
+        files = {tile: redo_fingerprint(self._matrix, self._folder, own) for tile, own in tiles.items()}
         append_line(self._file, done_entries(files))
         self.recorded += len(tiles)

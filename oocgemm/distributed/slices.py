@@ -115,7 +115,7 @@ def add_slices(
     """
     stopped: list[BaseException] = []
     lock = threading.Lock()
-    c = target.matrix
+    c, finished = target.matrix, target.finished
 
     def record(tile: Tile, kind: Kind, step: int, start: int, size: int) -> None:
         with lock:
@@ -137,8 +137,9 @@ def add_slices(
             start = perf_counter_ns()
             c.write(rows, cols, block)
             note(Kind.WRITE, 0, start, block.nbytes)
-        with lock:
-            target.finished(tile)
+        if finished is not None:
+            with lock:
+                finished(tile, plan.grid.blocks(tile))
 
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     with cancel.calling(stopped.append), ThreadPoolExecutor(threads, "oocgemm-sum") as pool:

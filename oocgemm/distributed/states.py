@@ -55,9 +55,6 @@ class StateTarget(Target):
         self.matrix = create_output(job)
         self._folder, self._plan = folder, job.plan
 
-    def finished(self, tile: Tile) -> None:
-        pass
-
     def seal(self) -> None:
         path = self._folder / STATE
         try:

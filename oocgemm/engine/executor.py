@@ -28,59 +28,55 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
-from typing import Protocol
+from typing import Protocol, cast
 
-from oocgemm.backends.base import Array, DoneToken, HostBlock, Pageable, Session, Stream, Token
-from oocgemm.engine.host_blocks import is_pageable
+from oocgemm.backends.base import (
+    MAX_ENQUEUED_STEPS,
+    Array,
+    DoneToken,
+    HostBlock,
+    Pageable,
+    Session,
+    Stream,
+    Token,
+)
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Kind, Lane, Operation, Plan, Tier
 from oocgemm.planning.cost.coding import PANELS
 from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
 from oocgemm.planning.schedule.hazards import HazardTracker
+from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
 
 
-@cache
-def annotation() -> Callable[[Operation], AbstractContextManager[object]]:
-    """Return a function that takes an operation and returns a context manager. The context manager marks the
-    operation as an NVTX range for profilers, or does nothing if the package nvtx is missing."""
-    try:
-        from nvtx import annotate
-    except ImportError:
-        return nullcontext
-    return lambda operation: annotate(str(operation))
-
-
-def _acquired_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-@dataclass(slots=True, eq=False)
 class Completion:
     """The state of one operation: queued, submitted or cancelled.
 
     `posted` is False while the operation is queued. `token` is None unless it has been submitted.
     """
 
-    number: int
-    token: Token | None = None
-    posted: bool = False
-    _pending: threading.Lock = field(default_factory=_acquired_lock)
+    __slots__ = ("_pending", "number", "posted", "token")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.posted = number, False
+        self.token: Token | None = None
+        self._pending = threading.Lock()
+        self._pending.acquire()
 
     def submitted(self) -> Token:
         """Wait until the operation has been submitted, and return its token.
 
         Raises `Cancelled` if the operation has been cancelled.
         """
-        with self._pending:
-            if self.token is None:
-                raise Cancelled
-            return self.token
+        if not self.posted:
+            with self._pending:
+                pass
+        if self.token is None:
+            raise Cancelled
+        return self.token
 
     def post(self) -> None:
         """Wake the threads that wait in `submitted`. Called once."""
@@ -93,6 +89,18 @@ class Cancelled(Exception):  # noqa: N818 - not an error itself: it follows from
 
 
 Item = tuple[Operation, Sequence[Completion], Completion]
+# Runs or submits an operation. If its block is being copied, the returned function waits for that.
+Perform = Callable[[Item, list[Token]], Token | Callable[[], Token]]
+
+
+@cache
+def annotation() -> Callable[[str], AbstractContextManager[object]] | None:
+    """Return what marks the time of a `with` block as an NVTX range for profilers; None without nvtx."""
+    try:
+        from nvtx import annotate
+    except ImportError:
+        return None
+    return cast(Callable[[str], AbstractContextManager[object]], annotate)
 
 
 def is_ready(item: Item) -> bool:
@@ -123,9 +131,6 @@ MAX_SHORT_STEPS, MAX_SHORT_BYTES = 16, 128 << 20
 # the threads of the ring. So there may be more steps, and more bytes. The progress of such a run is not
 # shown, which takes about 0.2 s for MAX_STREAMED_BYTES of pageable arrays.
 MAX_STREAMED_STEPS, MAX_STREAMED_BYTES = 64, 2 << 30
-# The maximum number of steps whose blocks the GPU copies from and to pinned arrays. One thread enqueues an
-# operation in 20 to 60 us, the threads of a long run need 200 us. Per operation, the run takes about 3 KB.
-MAX_ENQUEUED_STEPS = 2048
 # A run from pinned memory that takes less time than this, in seconds, is not handed to another thread, which
 # takes 0.4 to 0.6 ms. An interrupt takes effect when it has ended.
 MAX_BRIEF = 0.25
@@ -136,7 +141,9 @@ MAX_UNRECORDED = 64
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
 
-Observer = Callable[[Span], None]
+Observer = Callable[[Span], object]
+# Takes a tile that has been written, and the blocks of C that it is in.
+Finished = Callable[[Tile, Sequence[Block]], None]
 
 
 class Verifier(Protocol):
@@ -157,16 +164,6 @@ class Verifier(Protocol):
     def ended(self, operation: Operation) -> None:
         """Note an operation that has ended."""
         ...
-
-
-# Runs or submits an operation. If its block is being copied, the returned function waits for that.
-Perform = Callable[[Operation, list[Token]], Token | Callable[[], Token]]
-
-
-@cache
-def _compute(stream: Stream) -> Stream:
-    """Return the stream of Multiplies on the device of a stream."""
-    return stream._replace(lane=Lane.COMPUTE.value)
 
 
 def is_short(plan: Plan) -> bool:
@@ -193,6 +190,36 @@ def is_brief(plan: Plan) -> bool:
     return plan.setting.enqueues and is_short(plan) and plan.prediction.total < MAX_BRIEF
 
 
+@dataclass(slots=True)
+class Workers:
+    """The threads that run the operations of a stream: they call `work`, which takes them from the queue."""
+
+    stream: Stream
+    most: int
+    work: Callable[["SimpleQueue[Item | None]"], None]
+    queue: "SimpleQueue[Item | None]" = field(default_factory=SimpleQueue)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def put(self, item: Item) -> None:
+        """Queue an operation, and start one more thread if there are fewer than `most`.
+
+        To start all of them at once would delay the first operation.
+        """
+        if len(self.threads) < self.most:
+            name = f"oocgemm-{self.stream.lane}-{len(self.threads)}"
+            thread = threading.Thread(target=self.work, args=(self.queue,), name=name)
+            start(thread)
+            self.threads.append(thread)
+        self.queue.put(item)
+
+    def join(self) -> None:
+        """End the threads when they have run all operations."""
+        for _ in self.threads:
+            self.queue.put(None)
+        for thread in self.threads:
+            thread.join()
+
+
 class Run:
     """Executes a plan's schedule once."""
 
@@ -202,11 +229,12 @@ class Run:
         session: Session,
         staging: Staging,
         origin_ns: int,
-        observe: Observer,
-        finished: Callable[[Tile], None] | None = None,
+        observers: Sequence[Observer],
+        finished: Finished | None = None,
         verifier: Verifier | None = None,
         first: int = 0,
-        begun: dict[Operation, Token | Callable[[], Token]] | None = None,
+        begun: dict[int, Token | Callable[[], Token]] | None = None,
+        started: Callable[[], object] | None = None,
     ) -> None:
         """Prepare a run. If a callback raises, the run fails.
 
@@ -214,26 +242,35 @@ class Run:
             plan: has the schedule.
             session, staging: have the plan's buffers on the device and in host memory.
             origin_ns: zero of the times in spans, in nanoseconds of `perf_counter_ns`.
-            observe: called with the span (times and waits) of every operation that has ended. One thread
+            observers: called with the span (times and waits) of every operation that has ended. One thread
                 makes all calls, in the order of submission.
             finished: called once per tile when the whole tile has been written, but perhaps not synced to
                 the disk. The thread that ran the tile's last Write calls it.
             verifier: checks strips of C. A strip that fails is not written.
             first: the number that the first operation gets. Spans refer to operations by number.
-            begun: Uploads that the session has begun (`prefetch.Prefetch`). The run takes them out.
+            begun: Uploads that the session has begun (`prefetch.Prefetch`), by their places in the schedule.
+                The run takes them out.
+            started: called when the first operation has ended.
         """
         self._plan = plan
         self._session = session
         self._staging = staging
         self._origin = origin_ns
-        self._observe = observe
+        self._observers = observers
         self._finished = finished
         self._verifier = verifier
         self._first = first
         self._begun = {} if begun is None else begun
-        self._unwritten: dict[Tile, int] = {}  # bytes still to be written of each partly written tile
+        self._started = started
+        self._mirrored = plan.grid.cover.mirrored
+        self._in_place = plan.in_place
+        # Operands whose blocks go between pageable memory, or a file, and the device. The thread that submits
+        # an operation on such a block is busy until the copies of the block have been issued.
+        self._pageable = {x for x in "ABC" if plan.slots.streams(x) and not plan.is_direct(x)}
+        self._writes_c = plan.slots.streams("C")  # a Download writes to C
+        self._unwritten: dict[Tile, int] = {}  # Writes that are left of each partly written tile
         self._writing = threading.Lock()
-        self._queues: dict[Stream, tuple[SimpleQueue[Item | None], list[threading.Thread]]] = {}
+        self._workers: dict[Stream, Workers] = {}
         self._alone = is_short(plan)  # whether the calling thread starts all operations
         self._unstarted: dict[Stream, deque[Item]] = {}  # of the operations that have no thread of their own
         self._submitting = threading.Lock()
@@ -263,7 +300,7 @@ class Run:
 
     def _items(self) -> Iterator[Item]:
         """Yield the operations in program order, each with those that it waits for."""
-        if self._alone:  # a plan keeps the waits of a short run
+        if self._alone or self._session.repeats:  # the plan keeps its operations and their waits
             completions = list[Completion]()
             for operation, waits in self._plan.program:
                 completions.append(Completion(self._first + len(completions)))
@@ -290,7 +327,7 @@ class Run:
         max_unrecorded = MAX_UNRECORDED if self._plan.all_direct else sys.maxsize
         puts_off_writes = bool(self._session.asynchronous)
         for item in self._items():
-            operation, stream = item[0], Stream.of(item[0])
+            operation, stream = item[0], Stream(item[0].device, item[0].stream)
             queue = self._unstarted.setdefault(stream, deque())
             # A stream runs its operations in program order, and waits are derived from that.
             if queue or not is_ready(item) or (puts_off_writes and operation.kind is Kind.WRITE):
@@ -323,7 +360,8 @@ class Run:
             self._step(item, self._transfer)
             return
         if kind in _COPIES:
-            stream = entered if entered is not None and entered.device == stream.device else _compute(stream)
+            same = entered is not None and entered.device == stream.device
+            stream = entered if entered is not None and same else Stream(stream.device, Lane.COMPUTE.value)
         if stream != entered:
             try:
                 self._worker.close()
@@ -366,11 +404,9 @@ class Run:
             self._dispatch()
         except BaseException as error:
             self._fail(error)
-        for queue, threads in self._queues.values():
-            for _ in threads:
-                queue.put(None)
-            for thread in threads:
-                thread.join()
+        for workers in self._workers.values():
+            workers.join()
+        self._workers.clear()  # it refers to this run
         self._all_submitted.set()
         self._in_flight.put(None)
         collector.join()
@@ -379,24 +415,26 @@ class Run:
         """Queue the schedule's operations in program order."""
         strips = -(-self._plan.tile.m // max(1, self._plan.slots.strip))
         limit = self._plan.devices * (MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * strips)
+        # Operations on the same operand in one stream have the same workers, or none.
+        found: dict[tuple[int, str, str], Workers | None] = {}
+        wakeup = self._workers[_WAKEUP] = Workers(_WAKEUP, 1, self._submit_on_wakeup)
         for queued, item in enumerate(self._items()):
             while self._error is None and queued - self._ended > limit:
                 sleep(POLL_INTERVAL)
             if self._error is not None:
                 return
             operation = item[0]
-            if self._is_asynchronous(operation):
-                self._unstarted.setdefault(Stream.of(operation), deque()).append(item)
-                # If it is not ready, it is submitted when the last operation that it waits for has been.
-                if is_ready(item):
-                    self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
-            else:
-                self._queue_of(operation).put(item)
-
-    def _is_asynchronous(self, operation: Operation) -> bool:
-        """Return whether an operation is only enqueued: no thread waits for the host or another device."""
-        on_device = operation.kind in self._session.asynchronous and not operation.peer
-        return on_device and not is_pageable(self._plan, operation)
+            key = operation.device, operation.stream, operation.operand
+            if key not in found:
+                found[key] = self._workers_of(operation)
+            workers = found[key]
+            if workers is not None:
+                workers.put(item)
+                continue
+            self._unstarted.setdefault(Stream(operation.device, operation.stream), deque()).append(item)
+            # If it is not ready, it is submitted when the last operation that it waits for has been.
+            if is_ready(item):
+                wakeup.put(item)
 
     def _submit_on_wakeup(self, queue: "SimpleQueue[Item | None]") -> None:
         while queue.get() is not None:
@@ -437,35 +475,28 @@ class Run:
         except BaseException as error:  # raised by `worker`, for example because the device is lost
             self._fail(located_error(error, f"stream {stream.lane}"))
 
-    def _queue_of(self, operation: Operation) -> "SimpleQueue[Item | None]":
-        """Return the queue of an operation's stream."""
-        stream, on_store = Stream.of(operation), operation.kind in STORE_KINDS
+    def _workers_of(self, operation: Operation) -> Workers | None:
+        """Return the threads of an operation's stream.
+
+        Return None if the operation is only enqueued, so that no thread waits for the host or another device.
+        """
+        on_store = operation.kind in STORE_KINDS
+        pageable = operation.kind in _COPIES and operation.operand in self._pageable
+        if operation.kind in self._session.asynchronous and not (operation.peer or pageable):
+            return None
+        stream = Stream(operation.device, operation.stream)
         if on_store and not self._plan.slots.unified:
             stream = stream._replace(device=0)  # storage is common to all devices, and so are host slots
-        store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
-        store_workers = CODEC_WORKERS if operation.coded else store_workers
-        remote = self._plan.layouts.remote
-        store_workers = REMOTE_WORKERS if remote else store_workers
-        workers = store_workers if on_store and (remote or self._plan.candidate.io_threads > 1) else 1
-        if is_pageable(self._plan, operation):
-            workers = PANELS if self._plan.decoded else PAGEABLE_WORKERS
-        return self._queue(stream, workers, partial(self._work, stream, on_store))
-
-    def _queue(
-        self, stream: Stream, workers: int, work: Callable[["SimpleQueue[Item | None]"], None]
-    ) -> "SimpleQueue[Item | None]":
-        """Return the queue of a stream. At most `workers` threads run `work`.
-
-        Each call starts one more thread. To start all of them at once would delay the first operation.
-        """
-        queue, threads = self._queues.setdefault(stream, (SimpleQueue(), []))
-        if len(threads) < workers:
-            thread = threading.Thread(
-                target=work, args=(queue,), name=f"oocgemm-{stream.lane}-{len(threads)}"
-            )
-            start(thread)
-            threads.append(thread)
-        return queue
+        most, remote = 1, self._plan.layouts.remote
+        if on_store and (remote or self._plan.candidate.io_threads > 1):
+            most = DIGESTING_WORKERS if self._plan.lowered.device_sums else STORE_WORKERS
+            most = CODEC_WORKERS if operation.coded else most
+            most = REMOTE_WORKERS if remote else most
+        if pageable and not operation.peer:
+            most = PANELS if self._plan.decoded else PAGEABLE_WORKERS
+        workers = self._workers.setdefault(stream, Workers(stream, 0, partial(self._work, stream, on_store)))
+        workers.most = max(workers.most, most)
+        return workers
 
     def _work(self, stream: Stream, on_store: bool, queue: "SimpleQueue[Item | None]") -> None:
         """Run the operations of a stream's queue until it yields None. The stream's threads call this."""
@@ -490,16 +521,19 @@ class Run:
         try:
             tokens = [wait.submitted() for wait in waits]
             if self._error is None:
-                with self._annotate(operation):
-                    token = perform(operation, tokens)
-                    if not callable(token):
-                        completion.token = token
-                    elif self._alone:
-                        self._copying[completion] = operation, token
-                        self._in_flight.put(item)
-                        return
-                    else:
-                        completion.token = token()
+                if self._annotate is None:
+                    token = perform(item, tokens)
+                else:
+                    with self._annotate(str(operation)):
+                        token = perform(item, tokens)
+                if not callable(token):
+                    completion.token = token
+                elif self._alone:
+                    self._copying[completion] = operation, token
+                    self._in_flight.put(item)
+                    return
+                else:
+                    completion.token = token()
         except Cancelled:
             pass
         except BaseException as error:
@@ -508,71 +542,63 @@ class Run:
             self._in_flight.put(item)
         completion.post()
 
-    def _transfer(self, operation: Operation, tokens: list[Token]) -> Token:
+    def _transfer(self, item: Item, tokens: list[Token]) -> Token:
         """Run a Read (from a store to a buffer) or a Write (from a buffer to a store)."""
+        operation = item[0]
         for token in tokens:
-            token.synchronize()
+            if token.times is None:
+                token.synchronize()
         reading = operation.kind is Kind.READ
-        region = (operation.writes if reading else operation.reads)[0]
-        # If device and host share one memory, Reads and Writes use the device slots directly.
-        on_host = region.slot.tier is Tier.HOST
-        columns: Sequence[Array]
-        in_place = self._staging.is_in_place(operation)
-        if in_place:
-            columns = []  # the panel or the result is in the caller's memory
-        elif on_host:
-            columns = self._staging.columns(region.slot, operation)
-        else:
-            columns = [self._session.view(operation, region)]
+        in_place = operation.operand in self._in_place
+        columns: Sequence[Array] = []  # stays empty if the panel or the result is in the caller's memory
+        if not in_place:
+            region = (operation.writes if reading else operation.reads)[0]
+            # If device and host share one memory, Reads and Writes use the device slots directly.
+            if region.slot.tier is Tier.HOST:
+                columns = self._staging.columns(region.slot, operation)
+            else:
+                columns = [self._session.view(operation, region)]
         self.wrote = self.wrote or not reading
-        start = perf_counter_ns()
-        passed = True
-        if self._verifier is None:
-            if not in_place:
-                self._staging.transfer(operation, columns)
-        else:
+        start, passed = perf_counter_ns(), True
+        if self._verifier is not None:
             passed = self._verifier.transfer(self._staging, operation, columns)
-        token = DoneToken(start, perf_counter_ns(), moved=not in_place)
+        elif not in_place:
+            self._staging.transfer(operation, columns)
+        token = DoneToken((start, perf_counter_ns()), 0 if in_place else None)
         if self._finished is not None and not reading and passed:
-            self._count_written(operation)
+            self._count_written(operation, self._finished)
         return token
 
-    def _count_written(self, write: Operation) -> None:
-        """Count a Write's bytes as written; call `finished` if no byte of its tile is left to write."""
+    def _count_written(self, write: Operation, finished: Finished) -> None:
+        """Count a Write; call `finished` if it is the last one of its tile."""
         tile = write.tile
         with self._writing:
-            left = self._unwritten.pop(tile, None)
-            if left is None:
-                left = self._plan.tile_bytes(tile)
-            left -= write.bytes
+            left = self._unwritten.pop(tile, write.parts) - 1
             if left:
                 self._unwritten[tile] = left
-        if left == 0 and self._finished is not None:
-            self._finished(tile)
+        if not left:
+            mirrored = self._mirrored and tile[0] != tile[1]
+            finished(tile, [write.whole, write.whole[::-1]] if mirrored else [write.whole])
 
-    def _submit(self, operation: Operation, tokens: list[Token]) -> Token | Callable[[], Token]:
-        """Submit an operation that runs on the device to the backend."""
-        begun = self._begun.pop(operation, None) if self._begun else None
+    def _submit(self, item: Item, tokens: list[Token]) -> Token | Callable[[], Token]:
+        """Submit an operation that runs on the device to the backend, unless it has begun."""
+        operation, _, completion = item
+        begun = self._begun.pop(completion.number - self._first, None) if self._begun else None
         if begun is not None and not callable(begun) and self._verifier is None:
             return begun
-        host = self._host_block(operation)
-        if begun is not None:
-            return begun
-        if self._alone and isinstance(host, Pageable):
-            return self._session.begin(operation, host, tokens)
-        return self._session.submit(operation, host, tokens)
-
-    def _host_block(self, operation: Operation) -> HostBlock:
-        """Return the host memory of an operation that is about to be submitted."""
         host: HostBlock = []
         if operation.kind is Kind.UPLOAD and not operation.peer:
             host = self._staging.upload_source(operation)
         elif operation.kind is Kind.DOWNLOAD:
             host = self._staging.prepare_download(operation)
-            self.wrote = self.wrote or self._plan.slots.streams("C")
+            self.wrote = self.wrote or self._writes_c
         if self._verifier is not None:
             self._verifier.submit(operation, host)
-        return host
+        if begun is not None:
+            return begun
+        if self._alone and isinstance(host, Pageable):
+            return self._session.begin(operation, host, tokens)
+        return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:
         """Wait for submitted operations in order, and pass the span of each to the observer.
@@ -592,16 +618,20 @@ class Run:
         if token is None:
             return
         try:
-            token.synchronize()
-            start, end = token.interval()
+            times = token.times
+            if times is None:
+                token.synchronize()
+                times = token.interval()
             if self._verifier is not None:
                 self._verifier.ended(operation)
-            if token.bytes is not None:
-                operation = operation._replace(bytes=token.bytes)
-            numbers = (wait.number for wait in waits)
-            self._observe(
-                Span.of(completion.number, operation, start - self._origin, end - self._origin, numbers)
-            )
+            if self._started is not None:
+                self._started()
+                self._started = None
+            begin, end = times[0] - self._origin, times[1] - self._origin
+            numbers = tuple([wait.number for wait in waits])
+            span = span_of(completion.number, operation, begin, end, numbers, token.bytes)
+            for observe in self._observers:
+                observe(span)
         except BaseException as error:
             self._fail(located_error(error, operation))
 
@@ -622,3 +652,12 @@ def located_error(error: BaseException, where: Operation | str) -> BaseException
     located = ExecutionError(f"{where}: {error or type(error).__name__}")
     located.__cause__ = error
     return located
+
+
+def span_of(
+    number: int, op: Operation, start: int, end: int, waits: tuple[int, ...], moved: int | None = None
+) -> Span:
+    """Return the span of an operation that ran from `start` to `end`, and copied `moved` bytes if given."""
+    size = op.bytes if moved is None else moved
+    place = op.lane, op.stream, op.device, op.tile, op.step
+    return Span(number, op.kind, op.operand, *place, start, end, size, op.flops, waits)

@@ -23,13 +23,13 @@ class Prefetch:
     Attributes:
         session: the memory and the streams of the run.
         retries: repeats reads of files that fail.
-        begun: per Upload that has begun, its token, or the function that waits until its block has been
-            read and returns its token. The run takes them out.
+        begun: per Upload that has begun, by its place in the schedule, its token, or the function that waits
+            until its block has been read and returns its token. The run takes them out.
     """
 
     def __init__(self, session: Session) -> None:
         self.session, self.retries = session, Retries()
-        self.begun: dict[Operation, Token | Callable[[], Token]] = {}
+        self.begun: dict[int, Token | Callable[[], Token]] = {}
         self._called = False
 
     def begin(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
@@ -44,29 +44,29 @@ class Prefetch:
             return
         self._called = True
         # A plan keeps its program, so one of many operations is not asked for it.
-        program = plan.program if is_short(plan) else Program(plan.schedule())
+        program = plan.program if is_short(plan) or self.session.repeats else Program(plan.schedule())
         first = [
-            operation
-            for operation, waits in islice(program, MAX_SEEN)
+            (number, operation)
+            for number, (operation, waits) in enumerate(islice(program, MAX_SEEN))
             if not waits and operation.kind is Kind.UPLOAD and operation.operand in streamed
         ]
         if first:
-            with self.session.worker(Stream.of(first[0])):
-                for operation in first[:MAX_BEGUN]:
+            with self.session.worker(Stream(first[0][1].device, first[0][1].stream)):
+                for number, operation in first[:MAX_BEGUN]:
                     try:
-                        self._begin(plan, operands[operation.operand], operation)
+                        self._begin(plan, operands[operation.operand], number, operation)
                     except Exception as error:
                         located = located_error(error, operation)
                         if located is error:
                             raise
                         raise located from error
 
-    def _begin(self, plan: Plan, matrix: Matrix, operation: Operation) -> None:
+    def _begin(self, plan: Plan, matrix: Matrix, number: int, operation: Operation) -> None:
         block = host_block(plan, matrix, operation, self.retries.read)
         if isinstance(block, Pageable) and (block.memory is not None or block.stored is not None):
-            self.begun[operation] = self.session.begin(operation, block, [])
-        elif isinstance(block, Pinned) and operation in self.session.kept:
-            self.begun[operation] = self.session.submit(operation, block, [])
+            self.begun[number] = self.session.begin(operation, block, [])
+        elif isinstance(block, Pinned) and self.session.keeps(operation):
+            self.begun[number] = self.session.submit(operation, block, [])
 
     def close(self, *, failed: bool) -> None:
         """Wait for all that has begun, and close the session."""

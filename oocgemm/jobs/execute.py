@@ -11,7 +11,8 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from oocgemm import stores
-from oocgemm.engine.executor import Observer, Run, is_short
+from oocgemm.backends.base import Session
+from oocgemm.engine.executor import Run, is_short
 from oocgemm.engine.mirror import outside_kept
 from oocgemm.engine.prefetch import Prefetch
 from oocgemm.engine.staging import Staging
@@ -28,7 +29,7 @@ from oocgemm.stores import Collecting, Matrix, Merging
 from oocgemm.stores.base import Retries
 from oocgemm.system.resources import CpuTimes, used_since
 from oocgemm.system.threads import Cancel
-from oocgemm.timeline import Recorder, Span
+from oocgemm.timeline import Recorder
 from oocgemm.timeline.spans import MIN_CPU_WALL
 
 if TYPE_CHECKING:
@@ -168,12 +169,27 @@ def execute(
                 session.use_factor(job.factor)
             staging = Staging(job.plan, operands, session.pin, session.host_arena, prefetch.retries)
             cleanup.callback(staging.close)
-            observe = _observer(log, progress(job.plan) if progress else None)
+            observers = [log.add, *([progress(job.plan)] if progress else [])]
+
             # Other programs hardly slow down a run of the GPU alone. To read the times takes 0.3 ms.
-            if job.plan.prediction.total > MIN_CPU_WALL / (1 if job.plan.setting.enqueues else 10):
-                observe = _reading_cpu(cpu, observe)
+            reads_cpu = job.plan.prediction.total > MIN_CPU_WALL / (1 if job.plan.setting.enqueues else 10)
+
+            def started() -> None:
+                # Before the run, this would delay the first operation, on some machines by tens of
+                # milliseconds.
+                if reads_cpu and not cpu:
+                    cpu.append(CpuTimes.now())
+
+            def run(part: Plan, checks: "Checks | None") -> None:
+                given = session, staging, origin, observers, target.finished, checks
+                one = Run(part, *given, log.spans, prefetch.begun, started)
+                try:
+                    one.execute(cancel)
+                finally:
+                    target.written = target.written or one.wrote
+
             with outside_kept(job.plan, target.matrix):
-                facts["checks"] = _stream(job.plan, prefetch, staging, target, observe, log, origin, cancel)
+                facts["checks"] = _checked(job.plan, session, run)
             _note(staging.retried, facts["retried"])
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
@@ -258,41 +274,25 @@ def _freeing(staging: Staging, session: ExitStack) -> Iterator[None]:
         freed.result()
 
 
-def _stream(
-    plan: Plan,
-    prefetch: Prefetch,
-    staging: Staging,
-    target: output.Target,
-    observe: Observer,
-    log: Recorder,
-    origin: int,
-    cancel: Cancel,
+def _checked(
+    plan: Plan, session: Session, run: Callable[[Plan, "Checks | None"], None]
 ) -> dict[str, Any] | None:
-    """Execute every operation of a plan. Return the results of the checksums; None if the run has none.
+    """Call `run` for a plan. Return the results of the checksums; None if the run has none.
 
     Tiles that fail their checksums are computed once more. Raises `ExecutionError` if one fails again.
     """
-
-    def run(part: Plan, checks: "Checks | None") -> None:
-        numbered = log.spans, prefetch.begun
-        one = Run(part, prefetch.session, staging, origin, observe, target.finished, checks, *numbered)
-        try:
-            one.execute(cancel)
-        finally:
-            target.written = target.written or one.wrote
-
     if not plan.problem.checked:
         run(plan, None)
         return None
     from oocgemm.integrity.tile_checks import Checks
 
-    checks = Checks(plan, SEED, prefetch.session)
+    checks = Checks(plan, SEED, session)
     run(plan, checks)
     again = None
     if checks.failed:
         logger.warning("computed again, since checksums differ: %s", counted(len(checks.failed), "tile"))
         failing = checks.failing()
-        again = Checks(failing, SEED + 1, prefetch.session, checks.failed)
+        again = Checks(failing, SEED + 1, session, checks.failed)
         run(failing, again)
         again.raise_first_failure()
     return checks.figures(again)
@@ -307,28 +307,3 @@ def disk_errors() -> Iterator[None]:
         if isinstance(error, OocGemmError):
             raise
         raise ExecutionError(f"C cannot be written to the disk: {error}") from error
-
-
-def _observer(log: Recorder, watch: Observer | None) -> Observer:
-    """Return an observer that records every finished operation, and passes it on to another observer."""
-
-    def observe(span: Span) -> None:
-        log.add(span)
-        if watch is not None:
-            watch(span)
-
-    return observe
-
-
-def _reading_cpu(cpu: list[CpuTimes | None], observe: Observer) -> Observer:
-    """Return an observer that also puts the processor times at the first operation's end into `cpu`.
-
-    Before the run, reading them would delay the first operation, on some machines by tens of milliseconds.
-    """
-
-    def read_first(span: Span) -> None:
-        if not cpu:
-            cpu.append(CpuTimes.now())
-        observe(span)
-
-    return read_first

@@ -16,6 +16,7 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
+from oocgemm.engine.executor import Finished
 from oocgemm.errors import ExecutionError, InputError, OocGemmError
 from oocgemm.jobs.journal import (
     ATTEMPTS,
@@ -30,7 +31,6 @@ from oocgemm.jobs.journal import (
 )
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import Committer, Earlier
-from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.arrays import RankedMatrix, SparseMatrix
@@ -49,10 +49,12 @@ class Target(ABC):
 
     As a context manager, it calls `abandon` if the `with` block raises, and `close` in any case. `matrix` is
     C. `written` tells whether the run has begun to write to C. `whole` tells whether C has all tiles when the
-    run of this process ends.
+    run of this process ends. `finished` records that a tile has been written to blocks of C, perhaps not yet
+    to the disk; None if nothing is recorded.
     """
 
     matrix: Matrix
+    finished: Finished | None = None
     written = False
     whole = True
 
@@ -65,10 +67,6 @@ class Target(ABC):
                 self.abandon()
         finally:
             self.close()
-
-    @abstractmethod
-    def finished(self, tile: Tile) -> None:
-        """Record that a tile of C is written. It may not be durable yet."""
 
     @abstractmethod
     def seal(self) -> None:
@@ -99,9 +97,6 @@ class Unjournaled(Target):
         if isinstance(self.matrix, Durable):
             self.matrix.set_finished(False)
 
-    def finished(self, tile: Tile) -> None:
-        pass
-
     def seal(self) -> None:
         if isinstance(self.matrix, Durable):
             self.matrix.sync()
@@ -121,9 +116,6 @@ class Complete(Target):
     def __init__(self, job: PreparedRun) -> None:
         assert job.output.matrix is not None
         self.matrix = job.output.matrix
-
-    def finished(self, tile: Tile) -> None:
-        raise AssertionError(f"tile {tile} of a complete C was written")
 
     def seal(self) -> None:
         pass
@@ -165,7 +157,8 @@ class Journaled(Target):
         self._committer: Committer | None = None
         try:
             self._open(job)
-            self._committer = Committer(self._journal, self.matrix, job.plan.grid, redo=self._redo)
+            self._committer = Committer(self._journal, self.matrix, redo=self._redo)
+            self.finished = self._committer.finished
         except BaseException:
             self.abandon()
             self.close()
@@ -211,10 +204,6 @@ class Journaled(Target):
     def header(self) -> dict[str, Any]:
         """The header of the journal, which another process needs to compute a part of this run."""
         return self._header
-
-    def finished(self, tile: Tile) -> None:
-        assert self._committer is not None
-        self._committer.finished(tile)
 
     def seal(self) -> None:
         assert self._committer is not None

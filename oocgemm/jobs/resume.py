@@ -6,9 +6,10 @@ it makes finished tiles durable. Nothing else here writes.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, cast
@@ -21,6 +22,7 @@ from oocgemm.jobs.request import Destination
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.plan import recorded_candidate
+from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
@@ -44,21 +46,24 @@ class TileQueue(ABC):
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Tile | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Tile, Sequence[Block]] | None] = SimpleQueue()
         self._error: ExecutionError | None = None
         self.recorded = 0
         self._thread = threading.Thread(target=self._work, name="oocgemm-journal")
         start(self._thread)
 
     @abstractmethod
-    def commit(self, tiles: Sequence[Tile]) -> None:
-        """Make tiles durable, record that, and increase `recorded`."""
+    def commit(self, tiles: Mapping[Tile, Sequence[Block]]) -> None:
+        """Make tiles, given with their blocks of C, durable, record that, and increase `recorded`."""
 
-    def finished(self, tile: Tile) -> None:
-        """Queue a tile that is written but not durable. Raises `ExecutionError` if an earlier tile failed."""
+    def finished(self, tile: Tile, blocks: Sequence[Block]) -> None:
+        """Queue a tile that is written to blocks of C, but not durable.
+
+        Raises `ExecutionError` if an earlier tile failed.
+        """
         if self._error is not None:
             raise self._error
-        self._queue.put(tile)
+        self._queue.put((tile, blocks))
 
     def close(self) -> None:
         """Wait until all queued tiles are recorded. Raises `ExecutionError` if one failed."""
@@ -79,12 +84,13 @@ class TileQueue(ABC):
                 while True:
                     tiles.append(self._queue.get_nowait())
             ended = None in tiles
-            given = [tile for tile in tiles if tile is not None]
+            given = dict(filter(None, tiles))
             if given and self._error is None:
                 try:
                     self.commit(given)
                 except BaseException as error:
-                    self._error = ExecutionError(f"{_named(given)} of C cannot be made durable: {error}")
+                    named = _named(list(given))
+                    self._error = ExecutionError(f"{named} of C cannot be made durable: {error}")
 
 
 def _named(tiles: Sequence[Tile]) -> str:
@@ -95,11 +101,14 @@ def _named(tiles: Sequence[Tile]) -> str:
     return f"one of the tiles {', '.join(map(str, tiles[:MAX_NAMED]))}{more}"
 
 
-def tile_fingerprint(matrix: Resumable, grid: TileGrid, tile: Tile) -> str | None:
+def tile_fingerprint(matrix: Resumable, blocks: Sequence[Block]) -> str | None:
     """Return the fingerprint of the files of a tile; None if these files also contain other tiles."""
-    found = [matrix.block_fingerprint(*block) for block in grid.blocks(tile)]
-    known = [fingerprint for fingerprint in found if fingerprint is not None]
-    return "+".join(known) if len(known) == len(found) else None
+    found = []
+    for block in blocks:
+        if (fingerprint := matrix.block_fingerprint(*block)) is None:
+            return None
+        found.append(fingerprint)
+    return "+".join(found)
 
 
 class Committer(TileQueue):
@@ -109,25 +118,22 @@ class Committer(TileQueue):
     beta != 0, this keeps the old content, from which the tile is computed, until the new one is durable.
     """
 
-    def __init__(
-        self, journal: Journal | ObjectJournal, matrix: Resumable, grid: TileGrid, *, redo: bool
-    ) -> None:
+    def __init__(self, journal: Journal | ObjectJournal, matrix: Resumable, *, redo: bool) -> None:
         self._journal = journal
         self._matrix = matrix
-        self._grid = grid
         self._redo = redo
         super().__init__()
 
-    def commit(self, tiles: Sequence[Tile]) -> None:
+    def commit(self, tiles: Mapping[Tile, Sequence[Block]]) -> None:
         """Make tiles durable in C, and record that in the journal."""
-        blocks = [block for tile in tiles for block in self._grid.blocks(tile)]
+        blocks = list(chain.from_iterable(tiles.values()))
         self._matrix.sync_blocks(blocks)
         if self._redo:
-            self._journal.commit(tiles)
+            self._journal.commit(list(tiles))
             self.recorded += len(tiles)
             for block in blocks:
                 self._matrix.apply_redo(*block)
-        self._journal.done({tile: tile_fingerprint(self._matrix, self._grid, tile) for tile in tiles})
+        self._journal.done({tile: tile_fingerprint(self._matrix, own) for tile, own in tiles.items()})
         self.recorded += 0 if self._redo else len(tiles)
 
 
@@ -245,7 +251,7 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
     lost = frozenset(
         tile
         for tile, files in record.files.items()
-        if tile_fingerprint(cast(Resumable, c), grid, tile) != files
+        if tile_fingerprint(cast(Resumable, c), grid.blocks(tile)) != files
     )
     if lost and problem.updates_c:
         (top, bottom), (left, right) = (

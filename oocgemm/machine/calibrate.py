@@ -298,7 +298,7 @@ def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> fl
         def once() -> float:
             ended: list[int] = []
             origin = perf_counter_ns()
-            Run(plan, session, staging, origin, lambda span: ended.append(span.end)).execute()
+            Run(plan, session, staging, origin, [lambda span: ended.append(span.end)]).execute()
             return max(ended) / 1e9 / len(ended)
 
         return typical(once, 3 * seconds)

@@ -18,7 +18,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, Stream, Token
-from oocgemm.engine.executor import Run
+from oocgemm.engine.executor import Run, span_of
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import BackendError
 from oocgemm.planning import (
@@ -273,7 +273,7 @@ class Workbench:
             slot = Slot(Tier.HOST, operation.operand, 0)
             self.staging.await_prefault(slot)
             host = self.staging.columns(slot, operation)
-        with self.session.worker(Stream.of(operation)):
+        with self.session.worker(Stream(operation.device, operation.stream)):
             return self.session.submit(operation, host, after)
 
 
@@ -339,7 +339,7 @@ def streaming(
 
         def run() -> list[Span]:
             spans: list[Span] = []
-            Run(plan, session, staging, perf_counter_ns(), spans.append).execute()
+            Run(plan, session, staging, perf_counter_ns(), [spans.append]).execute()
             return spans
 
         def read() -> list[Span]:
@@ -348,7 +348,7 @@ def streaming(
                 if (operation.kind, operation.operand) == (Kind.READ, "A"):
                     started = perf_counter_ns()
                     staging.transfer(operation, [session.view(operation, operation.writes[0])])
-                    spans.append(Span.of(number, operation, started, perf_counter_ns(), ()))
+                    spans.append(span_of(number, operation, started, perf_counter_ns(), ()))
             return spans
 
         yield read if machine.unified else run

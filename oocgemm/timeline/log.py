@@ -494,8 +494,7 @@ def _add(log: Recorder, timeline: Timeline, part: Attempt, shift: int, worker: i
     for span in timeline.spans:
         start = max(0, span.start + shift)
         log.add(
-            replace(
-                span,
+            span._replace(
                 id=part.first + span.id,
                 tile=(span.tile[0] - top, span.tile[1]),
                 start=start,

@@ -7,9 +7,7 @@ interval is a pair (start, end) in nanoseconds.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
-
-from oocgemm.planning import Operation
+from typing import Any, NamedTuple
 
 Interval = tuple[int, int]
 # Lanes, in the order in which data flows through them.
@@ -56,8 +54,7 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One operation of a run, with the times at which it started and ended.
 
     `start` and `end` are in nanoseconds since `gemm` was called. `waits` lists the ids of the operations
@@ -79,14 +76,6 @@ class Span:
     flops: int
     waits: tuple[int, ...] = ()
     worker: int = 0
-
-    @classmethod
-    def of(cls, number: int, op: Operation, start: int, end: int, waits: Iterable[int]) -> "Span":
-        """Return the span of a scheduled operation that ran from `start` to `end`."""
-        return cls(
-            *(number, op.kind.value, op.operand, op.lane.value, op.stream, op.device, op.tile, op.step),
-            *(start, end, op.bytes, op.flops, tuple(waits)),
-        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from oocgemm import stores
 from oocgemm.backends.base import Token
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine import executor
-from oocgemm.engine.executor import Run, annotation
+from oocgemm.engine.executor import Item, Run, annotation
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, TileShape, setting
 from oocgemm.planning.search import slot_counts
@@ -127,15 +127,16 @@ def test_a_failing_progress_callback_fails_the_run() -> None:
 def test_a_failure_stops_the_queueing_of_later_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right, seen, total = Run._queue_of, 0, 0
+    right, seen, total = Run._items, 0, 0
 
-    def queue(self: Run, operation: Operation) -> Any:
+    def items(self: Run) -> Iterator[Item]:
         nonlocal seen, total
-        total = total or sum(1 for _ in self._plan.schedule())
-        seen += 1
-        return right(self, operation)
+        total = sum(1 for _ in self._plan.schedule())
+        for item in right(self):
+            seen += 1
+            yield item
 
-    monkeypatch.setattr(Run, "_queue_of", queue)
+    monkeypatch.setattr(Run, "_items", items)
     monkeypatch.setattr(HostSession, "submit", Mock(side_effect=RuntimeError("the launch failed")))
     with pytest.raises(ExecutionError, match="the launch failed"):
         oocgemm.matmul(A, B, tile="4x4x4", backend="host")

@@ -114,7 +114,7 @@ def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
                 left -= 1
                 for token in after:
                     token.synchronize()
-                return DoneToken(now := perf_counter_ns(), now)
+                return DoneToken((now := perf_counter_ns(), now))
             return right(self, operation, host, after)
 
         return submit

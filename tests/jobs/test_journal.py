@@ -206,12 +206,13 @@ def test_tiles_that_wait_are_committed_together(redo: bool) -> None:
     steps, queued = Mock(), threading.Event()
     steps.matrix.sync_blocks.side_effect = lambda blocks: queued.wait(10)
     steps.matrix.block_fingerprint.side_effect = lambda rows, cols: f"{rows[0]},{cols[0]}"
-    keeper = Committer(steps.journal, steps.matrix, TileGrid(2, 8, 2, TileShape(2, 2, 2)), redo=redo)
-    keeper.finished((0, 0))
+    grid = TileGrid(2, 8, 2, TileShape(2, 2, 2))
+    keeper = Committer(steps.journal, steps.matrix, redo=redo)
+    keeper.finished((0, 0), grid.blocks((0, 0)))
     while not steps.matrix.sync_blocks.called:
         time.sleep(0.001)
     for j in (1, 2, 3):
-        keeper.finished((0, j))
+        keeper.finished((0, j), grid.blocks((0, j)))
     queued.set()
     keeper.close()
     assert keeper.recorded == 4
@@ -236,11 +237,12 @@ def test_no_tile_is_recorded_after_one_fails() -> None:
 
     matrix.sync_blocks.side_effect = failing
     record = Mock()
-    keeper = Committer(record, matrix, TileGrid(2, 4, 2, TileShape(2, 2, 2)), redo=False)
-    keeper.finished((0, 0))
+    grid = TileGrid(2, 4, 2, TileShape(2, 2, 2))
+    keeper = Committer(record, matrix, redo=False)
+    keeper.finished((0, 0), grid.blocks((0, 0)))
     while not matrix.sync_blocks.called:
         time.sleep(0.001)
-    keeper.finished((0, 1))
+    keeper.finished((0, 1), grid.blocks((0, 1)))
     queued.set()
     with pytest.raises(ExecutionError, match=r"tile \(0, 0\) of C cannot be made durable.*Input/output"):
         keeper.close()

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from oocgemm.planning import (
     make_plan,
     resumed_plan,
 )
+from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.zarr_matrix import ZarrMatrix
@@ -87,9 +89,9 @@ def test_a_failed_run_reports_its_progress_and_can_be_resumed(here: Path, c: str
 def test_a_run_stops_once_a_tile_cannot_be_made_durable(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, written = Committer.finished, []
 
-    def finished(self: Committer, tile: Tile) -> None:
+    def finished(self: Committer, tile: Tile, blocks: Sequence[Block]) -> None:
         written.append(tile)
-        right(self, tile)
+        right(self, tile, blocks)
         while self._error is None:
             time.sleep(0.001)
 

@@ -4,7 +4,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from oocgemm import stores
 from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.jobs.journal import JOURNAL, Journal, read
 from oocgemm.jobs.resume import Committer
+from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Tile
 from tests.support.command import contents, run
 from tests.support.suite import each_value
@@ -158,7 +159,7 @@ def test_nothing_is_appended_to_a_torn_line(here: Path, monkeypatch: pytest.Monk
             raise OSError(28, "No space left on device")
         return right(descriptor, data)
 
-    def late(self: Committer, tiles: Sequence[Tile]) -> None:
+    def late(self: Committer, tiles: Mapping[Tile, Sequence[Block]]) -> None:
         while lines == 1 and self._queue.qsize() < 5:
             time.sleep(0.001)
         keep(self, tiles)

@@ -38,7 +38,7 @@ def test_the_time_of_loading_is_that_in_which_any_panel_is_read() -> None:
     ]
     assert loading_seconds(spans) == pytest.approx(50e-9)
     # If nothing is read, since the device copies from the matrix itself, the uploads count.
-    direct = [replace(one, bytes=0) if one.kind == "read" else one for one in spans]
+    direct = [one._replace(bytes=0) if one.kind == "read" else one for one in spans]
     assert loading_seconds(direct) == pytest.approx(1e-3)
     assert loading_seconds([]) == 0
     matrix = stores.open_matrix("A", A)

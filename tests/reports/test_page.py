@@ -82,7 +82,7 @@ def test_the_page_is_complete_in_itself(run: Timeline) -> None:
 def test_names_and_paths_cannot_break_the_page(run: Timeline, name: str) -> None:
     plan = run.header["plan"] | {"problem": run.header["plan"]["problem"] | {"a_dtype": name}}
     header = dict(run.header) | {"plan": plan, "operands": {"A": {"path": name}}, "backend": {"device": name}}
-    spans = tuple(replace(s, operand=name, lane=name if s.id % 3 else s.lane) for s in run.spans[:20])
+    spans = tuple(s._replace(operand=name, lane=name if s.id % 3 else s.lane) for s in run.spans[:20])
     text = page([(name, Timeline(spans, run.wall, header)), (name, run)])
     elements = Elements(text)
     assert elements.open == []

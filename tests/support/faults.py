@@ -111,6 +111,7 @@ class LateToken:
     """An operation that was issued and ends or fails later, as operations of a GPU do."""
 
     done: Future[Token]
+    times = None
 
     def synchronize(self) -> None:
         if (error := self.done.exception()) is not None:

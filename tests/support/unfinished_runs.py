@@ -1,6 +1,6 @@
 """Runs that fail after some tiles, and what they leave."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -11,6 +11,7 @@ import zarr
 from oocgemm.cli.process import EXIT_FAILED
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.resume import Committer
+from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Tile
 from tests.support.command import Finished, own_threads, run
 
@@ -25,13 +26,13 @@ def failing_after(tiles: int) -> Iterator[None]:
     """Make runs fail during the block when `tiles` tiles are finished."""
     right, seen = Committer.commit, 0
 
-    def keep(self: Committer, queued: Sequence[Tile]) -> None:
+    def keep(self: Committer, queued: Mapping[Tile, Sequence[Block]]) -> None:
         nonlocal seen
-        for tile in queued:
+        for tile, blocks in queued.items():
             seen += 1
             if seen > tiles:
                 raise OSError(5, "Input/output error")
-            right(self, [tile])
+            right(self, {tile: blocks})
 
     with patch.object(Committer, "commit", keep):
         yield

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from oocgemm.engine.executor import span_of
 from oocgemm.planning import (
     Budgets,
     Chunked,
@@ -18,7 +19,7 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.cost.simulate import duration
 from oocgemm.planning.schedule.hazards import HazardTracker
-from oocgemm.timeline import Recorder, Span, Timeline
+from oocgemm.timeline import Recorder, Timeline
 from tests.support.products import product_of
 
 GIB = 1 << 30
@@ -60,7 +61,7 @@ def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0
         start = max([start_up, free.get(operation.stream, 0), *(wait[0] for wait in waits)])
         seconds = duration(operation, plan.setting) * (1 + jitter * chance.random())
         done[0] = free[operation.stream] = start + max(1, round(seconds * 1e9))
-        spans.append(Span.of(number, operation, start, done[0], (wait[1] for wait in waits)))
+        spans.append(span_of(number, operation, start, done[0], tuple(wait[1] for wait in waits)))
     header = header_of(replace(plan, machine=believed or real))
     return Timeline(tuple(spans), max(span.end for span in spans), header)
 

@@ -251,7 +251,7 @@ def test_no_gain_is_predicted_without_a_basis() -> None:
     older = Timeline(run.spans, run.wall, {"plan": {"tile": run.header["plan"]["tile"]}})
     assert advice(older).why.startswith("this log does not contain the whole plan")
     lost, half = round(run.wall * 2 * MAX_FIT_ERROR), run.wall // 2  # idle time in the middle of the run
-    late = [replace(s, start=s.start + lost, end=s.end + lost) if s.start > half else s for s in run.spans]
+    late = [s._replace(start=s.start + lost, end=s.end + lost) if s.start > half else s for s in run.spans]
     assert "but the run took" in advice(Timeline(tuple(late), run.wall + lost, run.header)).why
     assert advice(Timeline((), 100)).seconds is None
 

@@ -5,7 +5,6 @@ import json
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def test_the_figures_of_a_run_worked_out_by_hand() -> None:
 def test_efficiency_is_the_longest_least_time_over_the_whole(
     rates: dict[str, float] | None, seconds: float | None, why: str
 ) -> None:
-    operands = [replace(RUN[0], operand="A"), *RUN[1:3], replace(RUN[3], operand="B"), *RUN[4:]]
+    operands = [RUN[0]._replace(operand="A"), *RUN[1:3], RUN[3]._replace(operand="B"), *RUN[4:]]
     plan = {"least": {"read": 100, "h2d": 80, "d2h": 0, "write": 30}, "read_amplification": {"A": 1.5}}
     header = {"rates": rates, "plan": plan, "operands": {"A": {"direct": False}, "B": {"direct": True}}}
     efficiency = report(Timeline(tuple(operands), 100, header)).efficiency
@@ -279,7 +278,7 @@ def test_a_stream_that_copies_other_blocks_is_the_cause_of_a_wait() -> None:
     spans = [span(number, "upload", "h2d", start, end) for number, start, end in copies]
     spans += [span(0, "multiply", "compute", 0, 2), span(6, "multiply", "compute", 30, 33, 4)]
     assert exposed(spans, 33) == {"h2d": 28}
-    later = replace(spans[2], start=22)
+    later = spans[2]._replace(start=22)
     assert exposed([*spans[:2], later, *spans[4:]], 33) == {"issue": 2, "h2d": 26}
 
 

@@ -191,7 +191,7 @@ def test_part_wait_and_reduce_worked_out_by_hand(tmp_path: Path) -> None:
     slow = [*PART[:2], op(2, "write", 40 * MS, 55 * MS, 1)]
     logs = [
         child(tmp_path, "a", 10 * MS, PART, 50 * MS),
-        child(tmp_path, "b", 20 * MS, [replace(s, tile=(0, 1)) for s in slow], 55 * MS),
+        child(tmp_path, "b", 20 * MS, [s._replace(tile=(0, 1)) for s in slow], 55 * MS),
         child(tmp_path, "a", 80 * MS, [op(0, "read", 0, 5 * MS), op(1, "write", 9 * MS, 20 * MS)], 20 * MS,
               task="reduce"),
     ]  # fmt: skip
@@ -257,8 +257,8 @@ def test_a_worker_that_only_adds_is_no_unit(tmp_path: Path) -> None:
 
 def test_the_tile_of_the_first_to_finish_counts(tmp_path: Path) -> None:
     """A stopped process and its replacement both finish a tile. A killed one does not finish another."""
-    cut = [replace(s, tile=(0, 1)) for s in PART[:2]]
-    half = [*PART[:2], replace(PART[2], bytes=95)]
+    cut = [s._replace(tile=(0, 1)) for s in PART[:2]]
+    half = [*PART[:2], PART[2]._replace(bytes=95)]
     logs = [
         child(tmp_path, "stopped", 30 * MS, PART, 50 * MS),
         child(tmp_path, "next", 0, PART, 50 * MS),
@@ -358,11 +358,11 @@ def attempts(draw: st.DrawFn) -> Timeline:
             begin = draw(st.integers(start, end))
             waits = tuple(span.id for span in own[-1:] if draw(st.booleans()))
             one = op(len(spans) + len(own), kind, begin, draw(st.integers(begin, end)), *waits)
-            own.append(replace(one, device=draw(st.integers(0, 1))))
+            own.append(one._replace(device=draw(st.integers(0, 1))))
         worker = draw(st.integers(0, 2))
         reduces = draw(st.booleans())
         parts[worker].append(Attempt(number, 0, start, end, len(spans), len(own), False, reduces, []))
-        spans += [replace(span, worker=worker) for span in own]
+        spans += [span._replace(worker=worker) for span in own]
     workers = [Worker(f"w{w}", "h", "d", 2, 0, 0, 0, None, parts[w]) for w in range(3)]
     return Timeline(tuple(spans), 1000, {"workers": [asdict(worker) for worker in workers]})
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import cupy
 
@@ -134,6 +134,7 @@ class CudaToken:
     noting: Callable[[], None] | None = None
     uploaded: Slot | None = None
     bytes: int | None = None
+    times: ClassVar[None] = None
 
     def synchronize(self) -> None:
         if not cuda_calls.ended(self.end):

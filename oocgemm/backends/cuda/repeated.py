@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cupy.cuda import runtime
 
-from oocgemm.backends.base import Array, Found, HostBlock, Pageable, Pinned, Token
+from oocgemm.backends.base import MAX_ENQUEUED_STEPS, Array, Found, HostBlock, Pageable, Pinned, Token
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.host_memory import HostMemory
@@ -37,12 +37,14 @@ class Made(NamedTuple):
     """The launches of an operation.
 
     Attributes:
+        operation: the operation. A reference to it keeps its id from being used again.
         at: where the block in host memory is; None for an operation without one.
         waits: the events for which the operation's stream waits first.
         again: makes the launches, and returns what `calls.recording_around` returns.
         token: the handle of the operation that made them.
     """
 
+    operation: Operation
     at: object
     waits: list[Any]
     again: Callable[[], int]
@@ -53,9 +55,13 @@ class RepeatedSession(CudaSession):
     """A session of a plan that `is_repeatable`."""
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
-        self._run_by, self._keeps_launches = (plan, kernel), spins(plan)
-        self.kept = self._made = dict[Operation, Made]()
+        self._run_by = plan, kernel
+        self.repeats = spins(plan) and plan.steps <= MAX_ENQUEUED_STEPS
+        self._made = dict[int, Made]()  # by the id of the operation
         super().__init__(device, plan, kernel)
+
+    def keeps(self, operation: Operation) -> bool:
+        return id(operation) in self._made
 
     def runs(self, plan: Plan, kernel: str) -> bool:
         return self._run_by[0] is plan and self._run_by[1] == kernel and self._multiplier.is_current
@@ -67,12 +73,12 @@ class RepeatedSession(CudaSession):
         self._host.take(self._run_by[0], self._multiplier.kernels, 0)
 
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
-        if not self._keeps_launches or isinstance(host, Pageable):
+        if not self.repeats or isinstance(host, Pageable):
             return super().submit(operation, host, after)
         self._wait(operation)
         at = _place(host.array) if isinstance(host, Pinned) else None
         waits = [x.end for x in own_tokens(after, self._clock) if x.stream != operation.stream]
-        made = self._made.get(operation)
+        made = self._made.get(id(operation))
         if made is not None and (made.at, made.waits) == (at, waits):
             token = made.token
             own = Work(token.own.start, made.again(), token.end)
@@ -83,7 +89,7 @@ class RepeatedSession(CudaSession):
             token = self._enqueue(operation, launches, after)
         if made is not None or len(self._made) < MAX_MADE:
             again = cuda_calls.recording_around(launches, token.own.start, token.end, stream, waits)
-            self._made[operation] = Made(at, waits, again, token)
+            self._made[id(operation)] = Made(operation, at, waits, again, token)
         return token
 
     def close(self, failed: bool = False) -> None:

@@ -113,8 +113,8 @@ class CudaSession:
 
     # Prepare is missing here: its thread waits until the device has found out how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
+    repeats = False
     begins_at_once = True
-    kept: Collection[Operation] = ()
 
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
@@ -208,6 +208,9 @@ class CudaSession:
         launches = self._launches(operation, host, self._streams[operation.stream])
         with self._host.submitting() if operation.kind in self.asynchronous else nullcontext():
             return self._enqueue(operation, launches, after)
+
+    def keeps(self, operation: Operation) -> bool:
+        return False
 
     def begin(self, op: Operation, block: Pageable, after: Sequence[Token]) -> Callable[[], CudaToken]:
         # The threads of the ring have streams of their own, which wait for the operations in `after`.

@@ -50,8 +50,8 @@ class HostSession:
     strip_sums: SumsOfStrips | None = None
     host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
+    repeats = False
     begins_at_once = False
-    kept: Collection[Operation] = ()
 
     def __init__(self, plan: Plan, beside: "Sequence[HostSession]" = ()) -> None:
         self._problem, self._lowered = plan.problem, plan.lowered
@@ -80,6 +80,9 @@ class HostSession:
     def worker(self, stream: Stream) -> Iterator[None]:
         yield
 
+    def keeps(self, operation: Operation) -> bool:
+        return False
+
     def begin(self, operation: Operation, host: Pageable, after: Sequence[Token]) -> Callable[[], DoneToken]:
         token = self.submit(operation, host, after)
         return lambda: token
@@ -91,7 +94,7 @@ class HostSession:
             rows, cols = host.shape
             device = self.view(operation, (*operation.writes, *operation.reads)[0])
             host.move((0, rows), (0, cols), device)
-            return DoneToken(start, perf_counter_ns())
+            return DoneToken((start, perf_counter_ns()))
         assert not isinstance(host, Found)  # the store of a sparse C searches it
         host = [host.array] if isinstance(host, Pinned) else host
         if operation.peer:
@@ -112,7 +115,7 @@ class HostSession:
                 self._finish(operation)
             case _:
                 raise AssertionError(f"{operation} is not for a device")
-        return DoneToken(start, perf_counter_ns())
+        return DoneToken((start, perf_counter_ns()))
 
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         self._in_place = arrays
