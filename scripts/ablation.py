@@ -52,7 +52,6 @@ PARTS: dict[str, list[Patch]] = {
     "shapes of other extents first": [(shapes, "ALIKE", 0.0)],
     "estimates that count work": [(shapes, "SERIAL", 0.0)],
     "least work of close candidates": [(planner, "CLOSE", 0.0)],
-    "strips of C of pinned arrays": [(shapes.Shapes, "_strips_of_c", lambda self: [])],
 }
 
 

@@ -190,11 +190,14 @@ class Setting:
 
 @lru_cache(4096)
 def _dividing_extent(target: int, nominal: int, extent: int) -> int:
-    """Choose a chunk extent near `target`, at most sqrt(2) times it, that divides the tile extent `nominal`.
+    """Choose a chunk extent that divides the tile extent `nominal`, or a tile that spans the `extent` of C.
 
-    It need not divide a tile that spans the whole `extent` of C.
+    It is near `target`, and at most sqrt(2) times `target`. If no divisor of `extent` is near, the last chunk
+    of a tile that spans it is shorter.
     """
-    if nominal >= extent:
+    whole = min(nominal, extent)
+    divisors = [d for q in range(1, isqrt(whole) + 1) if whole % q == 0 for d in (q, whole // q)]
+    best = max((d for d in divisors if d * d <= 2 * target * target), default=1)
+    if nominal >= extent and 2 * best * best < target * target:
         return max(1, ceil_div(extent, max(1, ceil_div(extent, target))))
-    divisors = [d for q in range(1, isqrt(nominal) + 1) if nominal % q == 0 for d in (q, nominal // q)]
-    return max(d for d in divisors if d * d <= 2 * target * target)
+    return best

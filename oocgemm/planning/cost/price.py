@@ -16,7 +16,8 @@ from oocgemm.planning.tiling import Shape
 # rate, rate from or to a wide array, the same while the GPU multiplies). Rows are separate unless a block
 # consists of whole rows of the array. An array is wide if its rows have at least WIDE bytes; an array of half
 # the width has the rates of rows four times as long. Measured on H100s, mean of both directions; the last
-# column with kernels of five dtypes.
+# column with kernels of five dtypes. An int8 array is wide at half of WIDE: beside int8 kernels, an H200
+# copied rows of 8, 16 and 32 KiB of an array with rows of 64 KiB at 0.36, 0.58 and 0.85 of the rate.
 ROW_RATES = (
     (128 << 10, 1.0, 1.0, 1.0),
     (64 << 10, 1.0, 1.0, 0.97),
@@ -184,7 +185,8 @@ class Prices:
             return rate
         row, line = (float(extent[axis] * self._sizes[operand]) for extent in (block, whole))
         share, *_ = _row_rates(row)
-        _, idle, busy = _row_rates(row * max(1.0, WIDE / line) ** 2)
+        wide = WIDE / 2 if self.setting.problem.exact else WIDE
+        _, idle, busy = _row_rates(row * max(1.0, wide / line) ** 2)
         return rate * min(share, 1 / ((1 - self._busy) / idle + self._busy / busy))
 
 
