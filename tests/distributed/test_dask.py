@@ -11,6 +11,7 @@ import pytest
 import zarr
 
 import oocgemm
+from oocgemm.distributed import crew
 from tests.support.clusters import (
     all_ended,
     children,
@@ -160,7 +161,10 @@ def test_a_scheduler_without_workers_is_refused(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_a_scheduler_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+def test_a_scheduler_that_does_not_answer_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "MAX_CONNECT", 1.0)
     store_operands(tmp_path, EXTENT)
     before, began = contents(tmp_path), time.monotonic()
     paths = [tmp_path / name for name in ("A.zarr", "B.zarr", "C.zarr")]

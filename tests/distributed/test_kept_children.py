@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -31,47 +30,53 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return prepare(tmp_path, monkeypatch)
 
 
-@pytest.fixture
-def executor() -> Iterator[Executor]:
-    with ThreadPoolExecutor(1) as found:
-        yield found
-
-
 def pids(here: Path) -> set[int]:
     return {process.pid for process in children(here)}
 
 
-def test_child_processes_that_stay_compute_the_next_product(
-    here: Path, stay: Stay, executor: Executor
+def test_child_processes_that_stay_compute_the_next_products(
+    here: Path, stay: Stay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = content_of(here, executor=executor)
-    assert all_ended(here)
-    stay(60)
-    assert content_of(here, executor=executor) == expected
-    first = pids(here)
-    assert len(first) == 2  # one had BLAS threads for the survey, the other one those for parts
-    assert content_of(here, executor=executor) == expected
-    assert pids(here) == first
+    with ThreadPoolExecutor(1) as executor:
+        expected = content_of(here, executor=executor)
+        assert all_ended(here)
+        stay(60)
+        assert content_of(here, executor=executor) == expected
+        first = pids(here)
+        assert len(first) == 2  # one had BLAS threads for the survey, the other one those for parts
+        assert content_of(here, executor=executor) == expected
+        assert pids(here) == first
+    # They outlive the thread that started them.
+    with ThreadPoolExecutor(1) as executor:
+        assert content_of(here, executor=executor) == expected
+        assert pids(here) == first
+        # Those that were killed while they waited are replaced.
+        killed = children(here)
+        for process in killed:
+            process.kill()
+        psutil.wait_procs(killed, timeout=0.1)
+        assert content_of(here, executor=executor) == expected
+        second = pids(here)
+        assert not second & first
+        # Those with another environment or folder are not used.
+        monkeypatch.setenv("OOCGEMM_OTHER", "1")
+        content_of(here, executor=executor)
+        third = pids(here)
+        assert len(third) == 4
+        monkeypatch.chdir(here)
+        content_of(here, executor=executor)
+        assert len(pids(here)) == 6
+        assert second < third < pids(here)
+    oocgemm.release()
+    assert not pids(here)
 
 
-def test_child_processes_that_were_killed_while_they_waited_are_replaced(
-    here: Path, stay: Stay, executor: Executor
-) -> None:
-    stay(60)
-    expected = content_of(here, executor=executor)
-    first = children(here)
-    for process in first:
-        process.kill()
-    psutil.wait_procs(first, timeout=0.1)
-    assert content_of(here, executor=executor) == expected
-    assert not pids(here) & {process.pid for process in first}
-
-
-def test_child_processes_end_when_no_task_comes(here: Path, stay: Stay, executor: Executor) -> None:
+def test_child_processes_end_when_no_task_comes(here: Path, stay: Stay) -> None:
     stay(0.5)
-    expected = content_of(here, executor=executor)
-    assert all_ended(here)
-    assert content_of(here, executor=executor) == expected
+    with ThreadPoolExecutor(1) as executor:
+        expected = content_of(here, executor=executor)
+        assert all_ended(here)
+        assert content_of(here, executor=executor) == expected
 
 
 def test_a_task_that_comes_too_late_is_done_by_another_process(
@@ -86,18 +91,6 @@ def test_a_task_that_comes_too_late_is_done_by_another_process(
     assert not found
 
 
-def test_child_processes_outlive_the_thread_that_started_them(here: Path, stay: Stay) -> None:
-    stay(60)
-    with ThreadPoolExecutor(1) as found:
-        expected = content_of(here, executor=found)
-    first = pids(here)
-    with ThreadPoolExecutor(1) as found:
-        assert content_of(here, executor=found) == expected
-    assert pids(here) == first
-    oocgemm.release()
-    assert not pids(here)
-
-
 def test_child_processes_that_stay_end_with_the_process_that_started_them(here: Path, stay: Stay) -> None:
     stay(60)
     done = subprocess.run(
@@ -109,19 +102,3 @@ def test_child_processes_that_stay_end_with_the_process_that_started_them(here: 
     )
     assert done.stdout.split() == ["2"]
     assert all_ended(here)
-
-
-def test_a_child_process_with_another_environment_or_folder_is_not_used(
-    here: Path, stay: Stay, executor: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stay(60)
-    content_of(here, executor=executor)
-    first = pids(here)
-    monkeypatch.setenv("OOCGEMM_OTHER", "1")
-    content_of(here, executor=executor)
-    second = pids(here)
-    assert len(second) == 4
-    monkeypatch.chdir(here)
-    content_of(here, executor=executor)
-    assert len(pids(here)) == 6
-    assert first < second < pids(here)

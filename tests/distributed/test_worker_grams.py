@@ -20,6 +20,7 @@ from oocgemm.planning.parts.part import bands
 from oocgemm.planning.tiling import TileGrid
 from tests.support.clusters import all_ended, children, content, fresh
 from tests.support.small_runs import EXTENT, MEMORY, prepare
+from tests.support.staying import Stay
 from tests.support.suite import examples, slow
 
 OPTIONS: dict[str, Any] = {"tile": "16x16x16", "memory": MEMORY, "backend": "host"}
@@ -50,23 +51,29 @@ def stored(c: Path) -> bytes:
     return bytes(np.asarray(array[:]).data)
 
 
-@pytest.mark.parametrize(
-    ("uplo", "name", "options"),
-    [
-        ("full", "C.zarr", {"beta": 0.5, "old": True}),
-        ("upper", "C.npy", {"transform": oocgemm.Transform(center="k"), "verify": True}),
-        *slow(
-            ("lower", "C.zarr", {"axis": 1}),
-            ("lower", "C.npy", {"beta": 1.0, "old": True}),
-            ("upper", "C.zarr", {"overwrite": True, "old": True}),
-            ("lower", "C.grm.bin", {"out_dtype": "float32", "transform": oocgemm.Transform(cast="float32")}),
-            ("full", "C.npy", {"epilogue": [oocgemm.Correlation()], "verify": True}),
-            ("full", "C.zarr", {"overwrite": True, "old": True, "verify": True}),
-        ),
-    ],
-)
-def test_the_bits_are_those_of_one_process(here: Path, uplo: str, name: str, options: dict[str, Any]) -> None:
-    assert gram(here, name, uplo=uplo, **options) == gram(here, name, uplo=uplo, workers=2, **options)
+FEW: list[tuple[str, str, dict[str, Any]]] = [
+    ("full", "C.zarr", {"beta": 0.5, "old": True}),
+    ("upper", "C.npy", {"transform": oocgemm.Transform(center="k"), "verify": True}),
+]
+OTHERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("lower", "C.zarr", {"axis": 1}),
+    ("lower", "C.npy", {"beta": 1.0, "old": True}),
+    ("upper", "C.zarr", {"overwrite": True, "old": True}),
+    ("lower", "C.grm.bin", {"out_dtype": "float32", "transform": oocgemm.Transform(cast="float32")}),
+    ("full", "C.npy", {"epilogue": [oocgemm.Correlation()], "verify": True}),
+    ("full", "C.zarr", {"overwrite": True, "old": True, "verify": True}),
+]
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
+def test_the_bits_are_those_of_one_process(
+    here: Path, cases: list[tuple[str, str, dict[str, Any]]], stay: Stay, subtests: pytest.Subtests
+) -> None:
+    stay(60)
+    for uplo, name, options in cases:
+        with subtests.test(f"{uplo}, {name}, {options}"):
+            assert gram(here, name, uplo=uplo, **options) == gram(here, name, uplo=uplo, workers=2, **options)
+    oocgemm.release()
     assert all_ended(here)
 
 

@@ -14,6 +14,7 @@ from oocgemm import MatVec, Reduce, Threshold, TopK
 from oocgemm.distributed import states
 from tests.support.clusters import all_ended, children
 from tests.support.small_runs import EXTENT, MEMORY, prepare
+from tests.support.staying import Stay
 from tests.support.suite import slow
 
 OPTIONS: dict[str, Any] = {"tile": "16x16x16", "memory": MEMORY, "backend": "host"}
@@ -66,13 +67,16 @@ SLOW: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "workers"), [*((case, 2) for case in CASES), *slow(*((case, 3) for case in SLOW))]
-)
-def test_the_bits_are_those_of_one_process(here: Path, case: str, workers: int) -> None:
-    call = (CASES | SLOW)[case]
-    for one, many in zip(arrays(call(here)), arrays(call(here, workers=workers)), strict=True):
-        assert np.array_equal(one, many)
+@pytest.mark.parametrize(("cases", "workers"), [(CASES, 2), *slow((SLOW, 3))], ids=["few", "all others"])
+def test_the_bits_are_those_of_one_process(
+    here: Path, cases: dict[str, Callable[..., Any]], workers: int, stay: Stay, subtests: pytest.Subtests
+) -> None:
+    stay(60)
+    for case, call in cases.items():
+        with subtests.test(case):
+            for one, many in zip(arrays(call(here)), arrays(call(here, workers=workers)), strict=True):
+                assert np.array_equal(one, many)
+    oocgemm.release()
     assert all_ended(here)
     assert not list(here.glob("oocgemm-*"))
 

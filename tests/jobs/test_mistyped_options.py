@@ -12,6 +12,7 @@ import zarr
 import oocgemm
 from oocgemm import DataWarning
 from oocgemm.errors import InputError
+from oocgemm.jobs import request
 from tests.support.command import command
 from tests.support.suite import slow
 from tests.support.unfinished_runs import failing_after
@@ -56,10 +57,14 @@ def test_the_library_refuses_it_too(given: Any) -> None:
             oocgemm.plan(X, X, trans_b="T", backend="host", **given)
 
 
-@pytest.mark.parametrize("chunks", [(7, 7), *slow([(1, 40)])])
-def test_very_many_files_are_warned_of(chunks: tuple[int, int], here: Path) -> None:
-    files = -(-330 // chunks[0]) * -(-330 // chunks[1])
-    wide = np.ones((330, 2))
+@pytest.mark.parametrize(("n", "chunks"), [(110, (7, 7)), *slow((330, (7, 7)), (330, (1, 40)))])
+def test_very_many_files_are_warned_of(
+    n: int, chunks: tuple[int, int], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = -(-n // chunks[0]) * -(-n // chunks[1])
+    if files < request.MANY_FILES:
+        monkeypatch.setattr(request, "MANY_FILES", files)
+    wide = np.ones((n, 2))
     extents = "x".join(map(str, chunks))
     with pytest.warns(DataWarning, match=f"chunks of {chunks[0]} x {chunks[1]} make {files} files") as caught:
         oocgemm.gram(wide, "c.zarr", chunks=chunks, backend="host")

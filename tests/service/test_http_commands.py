@@ -181,7 +181,7 @@ def test_a_client_of_another_machine_needs_a_token(server: RealServer) -> None:
 
 def test_waiting_survives_a_restart_of_the_server(server: RealServer) -> None:
     rng = np.random.default_rng(2)
-    values = rng.integers(-4, 5, (256, 256)).astype(np.float64)
+    values = rng.integers(-4, 5, (128, 128)).astype(np.float64)
     np.save(server.data / "big.npy", values)
     job = server.client().submit(
         "data:big.npy", "data:big.npy", "out:restart.npy", tile="16x16x16", held=True

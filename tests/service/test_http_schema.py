@@ -33,7 +33,7 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-CASES, QUICK_CASES = 10_000, 80
+CASES, QUICK_CASES = 10_000, 50
 
 
 @pytest.fixture(scope="module")
