@@ -1,7 +1,7 @@
 // steps.cuh: the steps of an epilogue, which replace an element c of C, in row i and column j of a strip.
 //
 // A step has numbers per row, per column, or neither, and one number `value`. A number that it does not have per row or
-// column is 1. d is the element of the further matrix D. Numbers are those of `oocgemm.planning.epilogue`.
+// column is 1. d is the element of the further matrix D. Numbers are those of `oocgemm.planning.sinks`.
 //
 // Macros:
 //   OOC_ACCUMULATED  type of the sums: float, double, or int

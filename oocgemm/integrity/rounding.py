@@ -55,8 +55,7 @@ from oocgemm.backends.base import Array, Finishing, limits_of, numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.emulation import EXACT_LIMIT
-from oocgemm.planning.epilogue import Step
-from oocgemm.planning.sinks import SELECTED
+from oocgemm.planning.sinks import SELECTED, Step
 
 # A sum of squares between these limits is accurate: no square overflowed, and squares that underflowed are
 # too small to matter. If a sum is not between them, the norm is computed from scaled elements instead.

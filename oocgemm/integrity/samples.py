@@ -26,7 +26,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.integrity.passes import Oriented, Passes, product, row_norms
 from oocgemm.integrity.rounding import Interval, RoundedElements, contains, sum_error
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.selection import NONE
+from oocgemm.planning.device_memory import NONE
 from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Selected, Sink
 from oocgemm.planning.tiling import Range
 

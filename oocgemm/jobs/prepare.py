@@ -61,8 +61,8 @@ from oocgemm.planning import (
     within,
 )
 from oocgemm.planning.cost.machine import default_model
+from oocgemm.planning.device_memory import measure_room, vector_bytes
 from oocgemm.planning.elements import IN_PANEL
-from oocgemm.planning.expansion import measure_room, vector_bytes
 from oocgemm.planning.problem import Operand
 from oocgemm.planning.setting import GRAM_STRIPS
 from oocgemm.planning.tiling import ceil_div

@@ -281,7 +281,7 @@ class Reduction(Into):
     """What is stored in place of C: a reduction of its rows, or its product with V.
 
     - `names`, `same`: as for `Selection`.
-    - `kind`: one of `oocgemm.planning.epilogue.REDUCTIONS`; "" for the product with V.
+    - `kind`: one of `oocgemm.planning.sinks.REDUCTIONS`; "" for the product with V.
     - `factor`: V, in the accumulator's dtype. It has a row for each column of C.
     - `width`: if it is not None, op(B) is the transpose of op(A), and only the elements within this distance
       of the diagonal are reduced. The epilogue makes others 0.

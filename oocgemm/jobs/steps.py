@@ -12,7 +12,7 @@ from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.epilogue import MAX_STEPS, Step
+from oocgemm.planning.sinks import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import named_dtype
 

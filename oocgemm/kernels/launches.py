@@ -20,12 +20,11 @@ from oocgemm.errors import InputError
 from oocgemm.kernels.spec import C_TYPES, Device, Launch, TensorMap
 from oocgemm.planning import Division, GemmProblem, index_bytes
 from oocgemm.planning.cost.coding import ALIGNMENT, FIXED
+from oocgemm.planning.device_memory import SEGMENT
 from oocgemm.planning.elements import MAX_STEPS as MAX_ELEMENT_STEPS
 from oocgemm.planning.elements import ElementStep, missing_code
 from oocgemm.planning.emulation import EXACT_LIMIT, LEVELS, residues
-from oocgemm.planning.epilogue import MAX_STEPS, REDUCTIONS
-from oocgemm.planning.selection import SEGMENT
-from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Sink
+from oocgemm.planning.sinks import MAX_STEPS, REDUCTIONS, AtLeast, Largest, Reduced, Sink
 from oocgemm.planning.tiling import Shape, ceil_div, round_up
 
 # The numbers of thread blocks along x, y and z.

@@ -195,7 +195,7 @@ class Band(Cover):
     """The elements (i, j) with ``|i - j| <= width`` are computed, on both sides of the diagonal.
 
     Tiles with such an element are computed as a whole: an epilogue makes the others 0 (the step "within" of
-    `oocgemm.planning.epilogue`). A tile row has all elements of its rows, so rows can be reduced by
+    `oocgemm.planning.sinks`). A tile row has all elements of its rows, so rows can be reduced by
     themselves::
 
         width = 2, side = 2:    # # # # . .

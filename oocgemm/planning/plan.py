@@ -18,7 +18,6 @@ from oocgemm.planning.cost.footprint import Candidate, Footprint, extents, footp
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, predict_shared, predict_triangle
-from oocgemm.planning.epilogue import Step
 from oocgemm.planning.layout import KINDS, Codings, Layout, Layouts
 from oocgemm.planning.lowering import Lowered, lower
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
@@ -29,7 +28,7 @@ from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.traversal import last, walk
 from oocgemm.planning.setting import Budgets, Setting
-from oocgemm.planning.sinks import DISJOINT
+from oocgemm.planning.sinks import DISJOINT, Step
 from oocgemm.planning.tiling import Coverage, Shape, Tile, TileGrid, TileSet, TileShape, ceil_div
 from oocgemm.planning.units import ceil_size, format_time
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 
 from oocgemm.planning.cover import WHOLE, Cover, cover_of
 from oocgemm.planning.elements import IN_PANEL, ElementStep, parsed_steps
-from oocgemm.planning.epilogue import Step
-from oocgemm.planning.sinks import SINKS, Sink, Stored
+from oocgemm.planning.sinks import SINKS, Sink, Step, Stored
 
 
 class Op(StrEnum):

@@ -23,7 +23,7 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import GemmProblem, InMemory, Layout, Op
-from oocgemm.planning.selection import NONE
+from oocgemm.planning.device_memory import NONE
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import (

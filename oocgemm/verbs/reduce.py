@@ -13,7 +13,7 @@ from oocgemm.jobs.request import Destination, Reduction, Request
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Epilogue, RankOne, Scale, steps_of
 from oocgemm.planning import DTYPES, Op
-from oocgemm.planning.epilogue import REDUCTIONS
+from oocgemm.planning.sinks import REDUCTIONS
 from oocgemm.stores import Array
 from oocgemm.stores.base import dtype_name
 from oocgemm.verbs.similarity import check_options, selected, selection_of

@@ -23,7 +23,7 @@ from oocgemm.errors import InputError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.launches import ChainNumbers, chain_grid, chain_options, reduce_grid, reduce_options
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.epilogue import MAX_STEPS, REDUCTIONS, STEPS, Step
+from oocgemm.planning.sinks import MAX_STEPS, REDUCTIONS, STEPS, Step
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
 from tests.support.native import launcher

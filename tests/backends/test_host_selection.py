@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from oocgemm.backends.base import SELECTED
 from oocgemm.backends.host.finish import select
-from oocgemm.planning.selection import NONE
+from oocgemm.planning.device_memory import NONE
 from tests.support.suite import examples
 
 

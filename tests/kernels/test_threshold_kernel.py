@@ -15,7 +15,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.launches import threshold_launch, threshold_options
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.selection import COUNTER_BYTES, SEGMENT_BYTES, found_layout
+from oocgemm.planning.device_memory import COUNTER_BYTES, SEGMENT_BYTES, found_layout
 from oocgemm.planning.sinks import SELECTED as DTYPES
 from oocgemm.planning.sinks import AtLeast
 from oocgemm.stores.arrays import Rule, SparseMatrix

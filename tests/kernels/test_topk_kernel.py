@@ -17,7 +17,7 @@ from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.launches import MAX_TOPK, columns_launch, topk_launch, topk_options
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.selection import NONE
+from oocgemm.planning.device_memory import NONE
 from oocgemm.planning.sinks import SELECTED as DTYPES
 from oocgemm.planning.sinks import Largest
 from tests.support.backends_here import CUDA

@@ -36,9 +36,9 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.cost.footprint import footprint
 from oocgemm.planning.elements import ElementStep
-from oocgemm.planning.epilogue import Step
 from oocgemm.planning.plan import schedule_of
 from oocgemm.planning.schedule.hazards import Program
+from oocgemm.planning.sinks import Step
 from tests.support.products import changed, product_of
 
 KEPT = Path(__file__).with_suffix(".json")

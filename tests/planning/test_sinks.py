@@ -2,8 +2,7 @@
 
 import pytest
 
-from oocgemm.planning.epilogue import REDUCTIONS
-from oocgemm.planning.sinks import DISJOINT, EXACT, ORDERED, SINKS, Applied, Reduced, Stored
+from oocgemm.planning.sinks import DISJOINT, EXACT, ORDERED, REDUCTIONS, SINKS, Applied, Reduced, Stored
 
 
 @pytest.mark.parametrize("kind", SINKS.values())

@@ -28,8 +28,8 @@ from oocgemm.kernels.launches import (
 )
 from oocgemm.planning import Op, Operation, Plan, Region
 from oocgemm.planning.cost.footprint import extents
+from oocgemm.planning.device_memory import SUM_BYTES, expanded_bytes, measure_room, step_offsets
 from oocgemm.planning.elements import missing_code
-from oocgemm.planning.expansion import SUM_BYTES, expanded_bytes, measure_room, step_offsets
 from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import ceil_div, length
 

@@ -46,10 +46,16 @@ from oocgemm.kernels.launches import (
 )
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import Kind, Operation, Plan, Region, Tier
-from oocgemm.planning.expansion import correction_bytes, number_offsets, scale_bytes
+from oocgemm.planning.device_memory import (
+    COUNTER_BYTES,
+    NONE,
+    correction_bytes,
+    found_layout,
+    number_offsets,
+    scale_bytes,
+)
 from oocgemm.planning.schedule.operation import slot_of
 from oocgemm.planning.schedule.operations import mirrored_columns
-from oocgemm.planning.selection import COUNTER_BYTES, NONE, found_layout
 from oocgemm.planning.sinks import Applied, AtLeast, Largest, Reduced, Sink, Stored
 from oocgemm.planning.tiling import Range, ceil_div, length
 

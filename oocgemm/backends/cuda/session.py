@@ -45,8 +45,8 @@ from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import DTYPES, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.cost.footprint import extents
+from oocgemm.planning.device_memory import factor_bytes
 from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
-from oocgemm.planning.expansion import factor_bytes
 from oocgemm.planning.problem import Operand, Updated
 from oocgemm.planning.sinks import Applied, Sink
 from oocgemm.planning.tiling import Shape, length

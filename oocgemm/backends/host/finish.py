@@ -14,11 +14,10 @@ from oocgemm.backends.base import Array, Finishing, Numbers, too_large
 from oocgemm.backends.host.blas import gemm
 from oocgemm.planning import GemmProblem, Op, Operation
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
+from oocgemm.planning.device_memory import NONE
 from oocgemm.planning.emulation import EXACT_LIMIT
-from oocgemm.planning.epilogue import Step
 from oocgemm.planning.schedule.operations import mirrored_columns
-from oocgemm.planning.selection import NONE
-from oocgemm.planning.sinks import Applied, Largest, Reduced, Sink
+from oocgemm.planning.sinks import Applied, Largest, Reduced, Sink, Step
 from oocgemm.planning.tiling import length
 
 
@@ -78,7 +77,7 @@ def run_chain(
     """Apply a chain to ``alpha sums + beta result``, and round to the dtype of `result`.
 
     Args:
-        steps: of the chain (`oocgemm.planning.epilogue`).
+        steps: of the chain (`oocgemm.planning.sinks`).
         numbers: of each step, those per row and those per column of the strip; None for 1.
         sums: a strip of products.
         scalars: alpha and beta.

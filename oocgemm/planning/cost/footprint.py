@@ -11,21 +11,21 @@ from math import prod
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.coding import decoding_shape, encoding_bytes, slot_frames
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes, workspace_layout
-from oocgemm.planning.expansion import (
+from oocgemm.planning.device_memory import (
     correction_bytes,
     epilogue_bytes,
     expanded_bytes,
     factor_bytes,
+    found_layout,
     measure_room,
     scale_bytes,
     vector_bytes,
 )
+from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes, workspace_layout
 from oocgemm.planning.layout import request_bytes
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
-from oocgemm.planning.selection import found_layout
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, round_up
 

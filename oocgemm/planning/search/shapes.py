@@ -24,8 +24,8 @@ from oocgemm.planning.check_blocks import checksum_fraction
 from oocgemm.planning.cost.footprint import casts, extents, workspace_per_element
 from oocgemm.planning.cost.machine import LARGE_EXTENT, LARGE_UNIT
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.device_memory import epilogue_bytes, factor_bytes, scale_bytes
 from oocgemm.planning.emulation import MAX_DEPTH, STRIP_ROWS, work_bytes
-from oocgemm.planning.expansion import epilogue_bytes, factor_bytes, scale_bytes
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up

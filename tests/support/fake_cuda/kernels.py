@@ -17,7 +17,7 @@ from oocgemm.backends.host.finish import reduce_rows, run_chain
 from oocgemm.kernels.launches import AXES, MOMENTS, ChainNumbers, Elements, parts_of
 from oocgemm.kernels.spec import C_TYPES, Arguments
 from oocgemm.planning.elements import ElementStep
-from oocgemm.planning.epilogue import REDUCTIONS, Step
+from oocgemm.planning.sinks import REDUCTIONS, Step
 from oocgemm.stores.element_forms import apply
 from tests.support.fake_cuda import measuring, packer, selecting, unpacker
 from tests.support.fake_cuda.checksums import check_panel, check_product, check_strip

@@ -7,7 +7,7 @@ import numpy as np
 from oocgemm.backends.base import SEGMENTS, SELECTED, numpy_dtype
 from oocgemm.backends.host.finish import select
 from oocgemm.kernels.spec import C_TYPES
-from oocgemm.planning.selection import MIN_SEGMENT
+from oocgemm.planning.device_memory import MIN_SEGMENT
 from tests.support.fake_cuda.memory import Memory, block_of
 from tests.support.fake_cuda.work import Macros, Work, values
 

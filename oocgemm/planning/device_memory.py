@@ -1,16 +1,21 @@
-"""Panels that the device transforms before they are multiplied: the memory of the results.
+"""What is in device memory besides panels and tiles, as byte offsets and sizes.
 
-`oocgemm.Transform` describes the transforms. A slot of the operand "P" contains the results for one step: the
-expanded panel of op(A), and behind it that of op(B). A panel that is not transformed has no part there.
+- *Expanded panels*: those that the device has transformed (`oocgemm.Transform`). A slot of the operand "P"
+  contains the results for one step: the expanded panel of op(A), and behind it that of op(B). A panel that is
+  not transformed has no part there.
+- *Numbers* of steps on elements of A, B and C, and what the device measures to find them.
+- *Selected elements* of C. A device slot D contains the largest elements of all rows of C, or the elements
+  above a threshold of a strip. Many warps of a GPU append to the latter. Each append is a *segment*: some
+  elements of one row, in ascending order of columns.
 """
 
 from dataclasses import dataclass
 
-from oocgemm.planning.epilogue import Step
 from oocgemm.planning.problem import DTYPES, GemmProblem
+from oocgemm.planning.sinks import Step
 from oocgemm.planning.tiling import round_up
 
-# Alignment of panels, in bytes: what kernels of products need.
+# Alignment of all parts, in bytes: what kernels of products need.
 _ALIGNMENT = 512
 # Bytes per index along k of the sums that the device finds in panels: the number of elements, their sum, and
 # that of their squares.
@@ -106,3 +111,30 @@ def factor_bytes(problem: GemmProblem) -> int:
     """Return the bytes on the device of a matrix that B or the sink needs there, aligned."""
     elements = problem.b.factor_elements(problem.m, problem.n) + problem.n * problem.sink.vector_elements
     return round_up(elements * problem.itemsizes["acc"], _ALIGNMENT)
+
+
+# The value of all bytes of a selected element that stands for none: its score is NaN, and no index is larger.
+NONE = 0xFF
+# Maximum number of elements in a segment, and minimum number in one that is not the last one of its row.
+SEGMENT, MIN_SEGMENT = 256, 225
+# Bytes of the counters of elements and of segments, and of the description of a segment: its row, its number
+# of elements, and its first element.
+COUNTER_BYTES, SEGMENT_BYTES = 16, 16
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayout:
+    """Byte offsets in a slot. The counters start at 0. `end` is the size of the slot."""
+
+    segments: int
+    elements: int
+    end: int
+
+
+def found_layout(problem: GemmProblem, rows: int, cols: int) -> FoundLayout:
+    """Lay out a slot with room for all elements of a strip."""
+    segments = round_up(COUNTER_BYTES, _ALIGNMENT)
+    elements = segments + round_up(rows * (cols // MIN_SEGMENT + 1) * SEGMENT_BYTES, _ALIGNMENT)
+    return FoundLayout(
+        segments, elements, elements + round_up(rows * cols * problem.itemsizes["C"], _ALIGNMENT)
+    )
