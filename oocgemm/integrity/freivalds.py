@@ -100,7 +100,6 @@ class CheckedProduct:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """m, n and k."""
         return *self.result.shape, self.left.shape[1]
 
     def transposed(self) -> "CheckedProduct":
@@ -111,7 +110,6 @@ class CheckedProduct:
         )
 
     def all(self) -> list[Oriented]:
-        """Return op(A), op(B), C and, unless beta is 0, the old C."""
         return [x for x in (self.left, self.right, self.result, self.before) if x is not None]
 
 
@@ -119,12 +117,8 @@ class CheckedProduct:
 class Blocks:
     """How a check divides its work to fit into its memory.
 
-    Attributes:
-        group: columns of C per group. Each group has its own random vectors.
-        rows: rows of C that are processed at a time.
-        depth: extent along k that is processed at a time.
-        threads: number of threads that read the matrices.
-        piece: number of elements that each thread reads at a time.
+    `group` columns of C share random vectors. `rows` of C and `depth` indices along k are processed at a
+    time, and `piece` elements are read at a time by each of the `threads`.
     """
 
     group: int
@@ -137,13 +131,7 @@ class Blocks:
 def cut(
     problem: GemmProblem, x: CheckedProduct, memory: int, threads: int, groups: int | None = None
 ) -> Blocks:
-    """Divide a check so that it takes at most `memory` bytes.
-
-    `threads` and `groups` are maximum numbers.
-
-    Raises:
-        BudgetError: `memory` is too small even for one thread, one group and the smallest blocks.
-    """
+    """Divide a check so that it takes at most `memory` bytes, with at most so many threads and groups."""
     m, n, k = x.shape
     k = k if problem.depth else 0
     wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
@@ -212,11 +200,8 @@ _KNOWN, _NEW = 1, 2
 class CheckResult:
     """The result of one check of C.
 
-    Attributes:
-        wrong: flags of shape (rows, groups): the row differs from the product in this group of columns.
-        excess: the largest ratio of an error to its tolerance. It is infinite if an element of C is
-            nonfinite that must be finite, or finite that must be nonfinite.
-        tolerance: the largest tolerance of any sum.
+    Flags of shape (rows, groups) of what is `wrong`; the largest ratio of an error to its tolerance, which is
+    infinite for an element that is wrongly finite or nonfinite; and the largest tolerance of any sum.
     """
 
     wrong: Array
@@ -225,10 +210,9 @@ class CheckResult:
 
 
 class Check:
-    """One check of the columns `cols` of C by Freivalds' algorithm, which finds the wrong rows.
+    """One check of the columns `cols` of C, which finds the wrong rows. `bound` is one of `BOUNDS`.
 
-    To find the wrong columns instead, pass `CheckedProduct.transposed()`: C^T is then checked, and `cols` are
-    rows of C. `bound` chooses the error bound, one of `tolerance.BOUNDS`.
+    To find wrong columns, pass the transposed product; `cols` are rows of C then.
     """
 
     def __init__(
@@ -258,10 +242,7 @@ class Check:
         self._tolerance = SumTolerance(problem, bound, self._k, min(blocks.group, cols[1] - cols[0]), tests)
 
     def run(self) -> CheckResult:
-        """Compare C with the product of the operands.
-
-        If columns of op(B) have an Inf or NaN, the comparison is repeated without these columns.
-        """
+        """Compare C with the product, again without columns of op(B) that turn out to have an Inf or NaN."""
         found = CheckResult(np.zeros((self._m, self._groups), bool), 0.0, 0.0)
         if self._m == 0 or self._cols[0] == self._cols[1]:
             return found
@@ -272,11 +253,7 @@ class Check:
         return found
 
     def _attempt(self, found: CheckResult) -> bool:
-        """Compare all rows of C with the product, and return True.
-
-        If a column of op(B) that is not yet excluded has an Inf or NaN, mark it `_NEW` and return False. The
-        caller must then repeat the comparison without this column.
-        """
+        """Compare all rows of C, and return True; False if new columns of op(B) must be excluded first."""
         depth = self._blocks.depth
         spans = [(left, min(self._k, left + depth)) for left in range(0, self._k, depth)]
         sums = None
@@ -299,8 +276,7 @@ class Check:
     def _add_right(self, sums: Sums) -> None:
         """Compute `sums.values` and `sums.norms` from the rows `sums.span` of op(B).
 
-        If a column of op(B) has an Inf or NaN, mark it `_NEW` in `_excluded`. `sums` is then incomplete
-        and must not be used.
+        A column with an Inf or NaN is marked `_NEW`. `sums` is then incomplete and must not be used.
         """
         excluded = self._excluded
         some = excluded.any()
@@ -328,10 +304,7 @@ class Check:
         self._passes.each(self._x.right, sums.span, self._cols, act, cuts=self._cuts, columns=VECTORS)
 
     def _add_left(self, rows: Rows, sums: Sums) -> None:
-        """Add op(A) times `sums.values` to `rows.expected`, for the indices `sums.span` along k.
-
-        Also update `rows.terms` and `rows.bias`, which determine the error bound.
-        """
+        """Add op(A) times `sums.values` to `rows.expected`, for `sums.span`, with what bounds its error."""
 
         def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at = slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0])
@@ -355,10 +328,7 @@ class Check:
         self._passes.each(self._x.left, rows.span, sums.span, act, columns=self._groups * VECTORS)
 
     def _compare(self, rows: Rows, found: CheckResult) -> None:
-        """Compare C y - beta C0 y with alpha op(A) op(B) y, for the rows in `rows` and all sign vectors y.
-
-        Store in `found` which of these rows are wrong, and update its `excess` and `tolerance`.
-        """
+        """Compare C y - beta C0 y with alpha op(A) op(B) y, for the rows in `rows` and all sign vectors y."""
         tolerance, x = self._tolerance, self._x
         difference = np.multiply(rows.expected, -tolerance.alpha, out=rows.expected)
         shape = rows.terms.shape
@@ -414,10 +384,7 @@ class Check:
         found.tolerance = max(found.tolerance, float(allowed[decided].max(initial=0)))
 
     def _signs_of(self, cols: Range) -> Array:
-        """Return the random signs of a range of columns: shape (columns, VECTORS).
-
-        Each thread caches its last result, because it often gets the same columns again.
-        """
+        """Return random signs of shape (columns, VECTORS). Each thread caches its last result."""
         if getattr(self._drawn, "cols", None) != cols:
             self._drawn.cols, self._drawn.signs = cols, self._signs.part(*cols)
         signs: Array = self._drawn.signs
@@ -438,16 +405,10 @@ def _without_nonfinite(
 ) -> tuple[Array, Array | None, Array, Array]:
     """Replace nonfinite elements of a block of C by zeros, and check their positions.
 
-    Args:
-        found, before: the block of C, and the same block of the old C.
-        nonfinite: flags of the elements whose row of op(A) or column of op(B) has an Inf or NaN.
-        overflow: flags of the elements that may be Inf or NaN, because a sum could have overflowed.
-        too_large: flags of the elements that may be Inf, because they could exceed C's dtype.
-
-    Returns:
-        - `found` and `before`, with zeros for elements that cannot be compared;
-        - flags of the rows with an element that is wrongly finite or wrongly nonfinite;
-        - flags of the elements that were replaced by zeros.
+    `nonfinite` flags elements whose row of op(A) or column of op(B) has an Inf or NaN, `overflow` those that
+    may be Inf or NaN, and `too_large` those that may be Inf. Returns the block and the old block without
+    elements that cannot be compared, flags of the rows with an element that is wrongly finite or wrongly
+    nonfinite, and flags of the elements that were replaced.
     """
     actual = ~np.isfinite(found)
     may = nonfinite | overflow | (np.isinf(found) & too_large)
@@ -462,10 +423,7 @@ def _without_nonfinite(
 
 
 def _vectors(group: int) -> slice:
-    """Return the slice of the columns of one group in `Sums.values` or `Rows.expected`.
-
-    These arrays have `VECTORS` columns per group, one per sign vector.
-    """
+    """Return the columns of one group in `Sums.values` or `Rows.expected`."""
     return slice(group * VECTORS, (group + 1) * VECTORS)
 
 
@@ -494,15 +452,8 @@ def check_chained(
 ) -> None:
     """Raise `ExecutionError` if `result` is not ``X^T (X Q + 1 row)`` within rounding error.
 
-    Args:
-        x: X.
-        factor: Q, and further columns of zeros.
-        row: the row that is added to each row of X Q.
-        result: the product.
-        band: rows of X that a thread reads at a time.
-        threads: number of threads that read X.
-        report: called for each band that is read. The check ends if it raises.
-        seed: of the random signs.
+    `factor` is Q, with further columns of zeros. A thread reads `band` rows of X at a time, and calls
+    `report`; the check ends if that raises.
     """
     rows, cols = x.shape
     signs = SignVectors(seed).part(0, len(row))[:, :COMBINATIONS]

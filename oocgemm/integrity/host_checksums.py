@@ -29,19 +29,11 @@ from oocgemm.timeline.spans import BusyTime
 class StripSums:
     """The checksums that decide whether a strip of C is correct.
 
-    The strip is cut into blocks. Block (i, j) has rows `rows[i]` to `rows[i + 1]` and columns `cols[j]` to
-    `cols[j + 1]`.
-
-    Attributes:
-        rows, cols: the borders of the blocks.
-        found: for each block of the computed strip, the sum of its elements with random signs, and an upper
-            bound of its norm (0 if the error bound does not use it).
-        product: for each block of op(A) op(B), the sum with the same signs, predicted from A and B, and an
-            upper bound of the norm of |A| |B|.
-        old: for each block of the old C, the sum with the same signs, and an upper bound of its norm.
-        nonfinite: flags of the rows of op(A), the columns of op(B) and the rows of the old C that have an
-            Inf or NaN.
-        damaged: True if a digest differs, so that the checksums may be those of damaged data.
+    Block (i, j) of it has rows `rows[i]` to `rows[i + 1]` and columns `cols[j]` to `cols[j + 1]`. For each
+    block, there are the sum of elements with random signs, and an upper bound of the norm: of the computed
+    strip (`found`, whose bound is 0 if it is not used), of op(A) op(B), predicted from A and B (`product`),
+    and of the `old` C. `nonfinite` flags the rows of op(A), columns of op(B) and rows of the old C with an
+    Inf or NaN. If `damaged`, a digest differs, so that the checksums may be those of damaged data.
     """
 
     rows: list[int]
@@ -57,20 +49,17 @@ class StripSums:
 class BlockSums:
     """Checksums of one matrix (a panel, or a strip of C), added up piece by piece.
 
-    The matrix is cut into blocks along one axis as stored, `axis`. The checksums of a block are sums along
-    this axis with random signs.
+    It is cut into blocks along one axis as stored. Checksums are sums along this `axis` with random signs.
 
     Attributes:
-        begin: where the matrix begins in the stored operand: the index along `axis`, then along the other
-            axis.
-        axis: 0 if rows are summed, 1 if columns are summed.
+        begin: where the matrix begins in the stored operand: along `axis`, then along the other axis.
         conjugate: whether to conjugate the sums.
-        signs: the random signs, 1.0 or -1.0, one per index along `axis`.
-        borders: where the blocks begin, and the end of the last block, counted from `begin`.
-        sums: the sums, of shape (blocks, extent of the other axis).
+        signs: 1.0 or -1.0, one per index along `axis`.
+        borders: where the blocks begin, and the end of the last one, counted from `begin`.
+        sums: of shape (blocks, extent of the other axis).
         norms: the Frobenius norm of each block.
         nonfinite: flags of the indices along `axis` with an Inf or NaN; None if there are none so far.
-        sums_only: if True, only `sums` is computed; `norms` and `nonfinite` stay as they are.
+        sums_only: compute `sums` alone.
     """
 
     begin: tuple[int, int]
@@ -85,10 +74,7 @@ class BlockSums:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, rows: Range, cols: Range, piece: Array) -> None:
-        """Add the checksums of a piece of the matrix, as stored, to `sums`, `norms` and `nonfinite`.
-
-        `rows` and `cols` are the position of the piece in the stored operand.
-        """
+        """Add a piece of the matrix, as stored. `rows` and `cols` are its position in the stored operand."""
         if self.axis == 1:
             rows, cols, piece = cols, rows, piece.T
         top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
@@ -126,16 +112,9 @@ class BlockSums:
 class TileSums:
     """The checksums that a tile of C must have, added up while its product is computed.
 
-    The tile is cut into blocks. The arrays of sums and of norms have one value per block.
-
-    Attributes:
-        rows, cols: the borders of the blocks.
-        product: the sums of the elements of op(A) op(B) with random signs.
-        norm: upper bounds of the norms of |A| |B|.
-        old, old_norm: the sums of the elements of the old C with the same signs, and upper bounds of norms.
-        nonfinite: flags of the rows of op(A), the columns of op(B) and the rows of the old C that have an
-            Inf or NaN.
-        unchecked: the number of rows of the tile that have not been checked yet.
+    The arrays have one value per block: of op(A) op(B) the sum of elements with random signs, and an upper
+    bound of the norm of |A| |B|, and the same of the old C. `nonfinite` is as in `StripSums`. `unchecked`
+    counts rows.
     """
 
     rows: list[int]
@@ -149,10 +128,7 @@ class TileSums:
 
 
 class HostSums:
-    """The checksums of one run, computed by host threads.
-
-    Each thread appends the intervals (start, end) in which it computes checksums, in nanoseconds, to `busy`.
-    """
+    """The checksums of one run, computed by host threads, which note in `busy` when they do it."""
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
         self._plan = plan
@@ -191,11 +167,7 @@ class HostSums:
             tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
 
     def submit(self, operation: Operation, host: HostBlock) -> None:
-        """Update the checksums for an operation that is being submitted.
-
-        For an Upload, copy the checksums of the uploaded panel. For a Multiply, add the product of the
-        checksums of its two panels to the checksums of its tile.
-        """
+        """Copy the checksums of an uploaded panel; add up the product of those of multiplied panels."""
         if operation.kind is Kind.UPLOAD and operation.operand != "C":
             self._panels[operation.writes[0].slot] = self._panels[operation.reads[0].slot]
         elif operation.kind is Kind.MULTIPLY and operation.k[0] < operation.k[1]:
@@ -214,10 +186,7 @@ class HostSums:
             self._busy.append((start, perf_counter_ns()))
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
-        """Return the computed and the predicted checksums of a strip of C that is about to be written.
-
-        Call this method once per strip, as `expected`.
-        """
+        """Return the computed and the predicted checksums of a strip of C. Call this once, as `expected`."""
         start = perf_counter_ns()
         found = self._old(operation)
         found.sums_only = not self._problem.finishes
@@ -240,10 +209,7 @@ class HostSums:
         return sums, found.norms[:, None]
 
     def expected(self, operation: Operation, sums: Array, norms: Array) -> StripSums:
-        """Return the sums and norms of the blocks of a strip of C, together with the predicted ones.
-
-        Call this method once per strip: the call for the last strip of a tile deletes the tile's checksums.
-        """
+        """Return the sums and norms of a strip with the predicted ones, deleted after the last strip."""
         tile = self._tile(operation.tile)
         rows, cols = self._blocks(tile, operation)
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
@@ -262,16 +228,12 @@ class HostSums:
         )
 
     def _across(self, tile: TileSums, operation: Operation, sums: BlockSums) -> Array:
-        """Return, for each block of a strip of C, the sum of its elements with random signs.
-
-        `sums` has the sums over the rows of each block. Here they are summed over the columns of the block.
-        """
+        """Return, for each block of a strip of C, the sum of its elements with random signs."""
         y, cols = self._signs[1][slice(*operation.n)], self._blocks(tile, operation)[1]
         starts = [col - tile.cols[cols.start] for col in tile.cols[cols]]
         return np.asarray(np.add.reduceat(sums.sums * y, starts, axis=1))
 
     def _panel(self, operation: Operation) -> BlockSums:
-        """Return checksums with all sums zero, for the block of op(A) or op(B) that an operation reads."""
         on_a = operation.operand == "A"
         op = self._problem.trans_a if on_a else self._problem.trans_b
         span, k = operation.m if on_a else operation.n, operation.k
@@ -287,7 +249,6 @@ class HostSums:
         )
 
     def _old(self, operation: Operation) -> BlockSums:
-        """Return checksums with all sums zero, for the rows of C that an operation reads or writes."""
         (top, bottom), (left, right) = operation.block
         cuts = borders(bottom - top, self._plan.slots.strip)
         return self._empty((top, left), 0, False, self._signs[0][top:bottom], cuts, right - left)
@@ -316,10 +277,7 @@ class HostSums:
         return self._tiles[tile]
 
     def _blocks(self, tile: TileSums, operation: Operation) -> tuple[slice, slice]:
-        """Return which rows and columns of blocks of a tile contain an operation's elements of C.
-
-        The slices select along the axes of the arrays of `TileSums` with one value per block.
-        """
+        """Return the rows and columns of the arrays of `TileSums` for an operation's elements of C."""
         grid = self._plan.grid
         top, left = grid.rows(operation.tile[0])[0], grid.cols(operation.tile[1])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
@@ -328,14 +286,10 @@ class HostSums:
 
 
 def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
-    """Cut a piece of a matrix at the borders of blocks.
+    """Cut a piece of a matrix, from its row `top` on, where blocks begin: at the rows `cuts`.
 
-    Block i begins at row `cuts[i]` of the matrix, and the piece at row `top`. Successive blocks with the same
-    number of rows in the piece form a run, which is yielded as one array.
-
-    Yields:
-        For each run, the index of its first block, an array of shape (blocks, rows, columns), and the row of
-        the piece at which the run begins.
+    Yields each run of blocks with the same number of rows in the piece: the index of the first block, an
+    array of shape (blocks, rows, columns), and the row of the piece at which it begins.
     """
     stop = top + piece.shape[0]
     first = bisect_right(cuts, top) - 1
@@ -353,12 +307,9 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
 def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     """Convert an array of shape (blocks, rows, columns) to double precision, in parts.
 
-    A part has all rows of some blocks and some columns, and at most `WIDENING_ELEMENTS` elements, unless one
-    column has more. It is valid until the next one. An array in double precision is yielded whole, without a
-    copy.
-
-    Yields:
-        The part's range of blocks, its elements, and its range of columns.
+    Yields the blocks, the elements and the columns of each part, which is valid until the next one. It has at
+    most `WIDENING_ELEMENTS` elements, unless one column has more. An array in double precision is yielded
+    whole.
     """
     wide = wide_dtype(blocks.dtype)
     count, size, width = blocks.shape

@@ -41,10 +41,7 @@ Act = Callable[[Range, Range, Array, Array | None], None]
 
 @dataclass(frozen=True)
 class Oriented:
-    """A stored matrix that is read as it is, or transposed (`swapped`), or conjugated, or both.
-
-    Reads that fail with a transient error are tried again (`retries`).
-    """
+    """A stored matrix that is read as it is, or transposed (`swapped`), or conjugated, or both."""
 
     matrix: Matrix
     swapped: bool = False
@@ -58,7 +55,6 @@ class Oriented:
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """The shape of a storage chunk (rows, columns), exchanged if the matrix is read transposed."""
         rows, cols = self.matrix.layout.read_chunk
         return (cols, rows) if self.swapped else (rows, cols)
 
@@ -66,11 +62,7 @@ class Oriented:
         return replace(self, swapped=not self.swapped)
 
     def pieces(self, rows: Range, cols: Range, min_elements: int) -> Iterator[tuple[Range, Range]]:
-        """Cut a block into pieces. Yield the range of rows and the range of columns of each piece.
-
-        A piece has at least `min_elements` elements, except at the edges of the block. It consists of whole
-        chunks or, if the store can read chunks in part, of rows of chunks.
-        """
+        """Cut a block into pieces of at least `min_elements`: whole chunks or, if it can, their rows."""
         size = min(min_elements, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
         for r, c in pieces(*self._stored(rows, cols), self._cut_along(min_elements), size):
             yield (c, r) if self.swapped else (r, c)
@@ -92,10 +84,10 @@ class Oriented:
         return elements * self.matrix.dtype.itemsize + self.matrix.layout.decode_bytes
 
     def _cut_along(self, min_elements: int) -> tuple[int, int]:
-        """Return the shape (rows, columns), as stored, of the units from which `pieces` forms pieces.
+        """Return the shape, as stored, of the units from which `pieces` forms pieces.
 
-        A unit is a whole chunk if the store can read only whole chunks. Otherwise it is one or more rows of a
-        chunk, with at most `min_elements` elements if possible.
+        It is a whole chunk, or, if the store can read parts of it, rows of a chunk with at most
+        `min_elements`.
         """
         layout = self.matrix.layout
         height, width = (min(pair) for pair in zip(layout.read_chunk, self.matrix.shape, strict=True))
@@ -109,11 +101,7 @@ class Oriented:
 
 
 class Passes:
-    """Reads blocks of matrices with `threads` threads of a pool.
-
-    A thread reads a piece of a block at a time. Pieces have at least `piece` elements, except at the edges of
-    the block.
-    """
+    """Reads blocks of matrices with threads of a pool, each at least `piece` elements at a time."""
 
     def __init__(
         self,
@@ -122,7 +110,6 @@ class Passes:
         piece: int,
         report: Callable[[str], None] = lambda doing: None,
     ) -> None:
-        """`report` is called with a message about the progress, by one thread at a time."""
         self._pool = pool
         self._threads = threads
         self._piece = piece
@@ -141,17 +128,11 @@ class Passes:
         columns: int = 1,
         beside: Oriented | None = None,
     ) -> None:
-        """Read a block of a matrix with several threads, and call `act` with each part of the block.
+        """Read a block of a matrix in several threads, and call `act` with each part of it, if given.
 
-        Several threads call `act` at the same time. If a thread fails, all stop, and its error is raised.
-
-        Args:
-            x, rows, cols: the matrix, and the ranges of rows and columns of the block.
-            act: the callback; None reads the block without a callback.
-            cuts: columns at which a new part must begin.
-            columns: the number of columns of the matrix by which `act` multiplies each part. It limits the
-                size of the parts, so that the BLAS uses one thread per part.
-            beside: another matrix, of which the same block is read and passed to `act`.
+        Parts begin at the columns `cuts`. They are so small that the BLAS multiplies them by `columns`
+        columns in one thread. Of another matrix `beside`, the same block is read and passed to `act`. If a
+        thread fails, all stop, and its error is raised.
         """
         if rows[0] == rows[1] or cols[0] == cols[1]:
             return
@@ -204,11 +185,7 @@ class Passes:
         cuts: Sequence[int],
         columns: int,
     ) -> None:
-        """Cut a piece into parts and call `act` with each part.
-
-        `sources` are the arguments `x` and `beside` of `each`. `blocks` has the elements of the piece as read
-        from `x`, and from `beside` unless that is None.
-        """
+        """Cut a piece into parts and call `act` with each. `sources` are `x` and `beside` of `each`."""
         (top, bottom), (first, last) = piece
         borders = [first, *(cut for cut in cuts if first < cut < last), last]
         width = max(MIN_WIDTH, min(MAX_WIDTH, ONE_THREAD // (MIN_ROWS * columns)))
@@ -233,11 +210,7 @@ class Passes:
                         act((r0, r1), (left, right), parts[0], parts[1] if len(parts) > 1 else None)
 
     def _wide(self, thread: int, number: int, source: Oriented | None, part: Array) -> Array:
-        """Return a part of a piece in double precision, and conjugated if `source` says so.
-
-        The result is `part` itself if it needs no conversion. Otherwise it is valid until the thread's next
-        call for the same matrix.
-        """
+        """Return a part in double precision, conjugated if need be. It is valid until the next call."""
         assert source is not None
         wide = wide_dtype(part.dtype)
         if part.dtype == wide and not source.conjugate:
@@ -252,10 +225,7 @@ class Passes:
         return wide_part
 
     def _buffer(self, key: tuple[int, int], size: int) -> Array:
-        """Return a buffer of at least `size` bytes for a key (thread, purpose).
-
-        Later calls with the same key reuse the buffer if it is large enough, which saves page faults.
-        """
+        """Return a buffer for (thread, purpose), the same if it is large enough: it has no page faults."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < size:
             self._buffers.pop(key, None)
@@ -277,13 +247,9 @@ MIN_SHARE = 1e-120
 class Sums:
     """The products op(B) y with random sign vectors y, for the range `span` of k.
 
-    The columns of C, and so of op(B), are divided into groups. Each group has `VECTORS` vectors, which are
-    zero outside the group's columns.
-
-    Attributes:
-        span: the range of indices along k, that is, of rows of op(B).
-        values: the products, with one row per index along k and one column per vector.
-        norms: the 2-norm of each row of op(B) within the columns of each group: shape (indices, groups).
+    Each group of columns of C has `VECTORS` vectors, which are zero elsewhere. `values` has a row per index
+    along k and a column per vector; `norms` the 2-norm of each row of op(B) within each group: shape
+    (indices, groups).
     """
 
     def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
@@ -295,10 +261,9 @@ class Sums:
         self._largest = 0.0
 
     def square(self) -> None:
-        """Square the norms for the method `terms`, unless a square would overflow or underflow.
+        """Square the norms for `terms`, unless a square would overflow or underflow.
 
-        A column of ones is appended to the squares. With it, `terms` also gets the sum of squares of each row
-        of op(A), which is nonfinite if the row has an Inf or NaN.
+        With an appended column of ones, `terms` also gets the sum of squares of each row of op(A).
         """
         self._largest = float(self.norms.max(initial=0))
         inside = (self.norms == 0) | ((self.norms > MIN_NORM) & (self.norms < MAX_NORM))
@@ -309,15 +274,11 @@ class Sums:
     def terms(self, x: Array, inside: slice) -> Array:
         """Return sqrt(sum_p |x_ip norms_pg|^2), or a larger value, for each row i of `x` and each group g.
 
-        `x` is a part of op(A). Its columns p correspond to the rows `inside` of `norms`. The expression is
-        the 2-norm of the products a_ip b_pj over these p and over the columns j of group g. A value that may
-        be larger is returned in two cases:
-
-        - If the norms of each group are alike, the largest one replaces the others. This is faster, and the
-          result is at most `ALIKE` times too large.
-        - If squares could overflow or underflow, the result is sum_p |x_ip| norms_pg.
-
-        The result is nonfinite if `x` has an Inf or NaN, or if squares of `x` overflow.
+        `x` is a part of op(A), whose columns p are the rows `inside` of `norms`. The result is the 2-norm of
+        the products a_ip b_pj over these p and over the columns j of group g. If the norms of each group are
+        alike, the largest one replaces the others, which is faster and at most `ALIKE` times too large. If
+        squares could overflow or underflow, the result is sum_p |x_ip| norms_pg. It is nonfinite if `x` has
+        an Inf or NaN.
         """
         sizes = self.norms[inside]
         largest = sizes.max(axis=0)
@@ -339,13 +300,9 @@ class Sums:
 class Rows:
     """The products op(A) op(B) y with random sign vectors y, for the rows `span` of C.
 
-    Attributes:
-        span: the range of rows.
-        expected: the products, one column per vector.
-        terms: for each row i and each group of columns j of C, the 2-norm of all terms a_ip b_pj
-            (`Sums.terms`).
-        bias: for each row and group, the result of `bias_of`: positive if most terms have the same sign.
-        nonfinite: flags of the rows of op(A) with an Inf or NaN.
+    `expected` has a column per vector. For each row and group of columns, `terms` is the 2-norm of all terms
+    a_ip b_pj (`Sums.terms`), and `bias` the result of `bias_of`. `nonfinite` flags rows of op(A) with an Inf
+    or NaN.
     """
 
     def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
@@ -356,28 +313,18 @@ class Rows:
         self.nonfinite = np.zeros(extent, bool)
 
     def add_final_bias(self) -> None:
-        """Replace `bias` by the estimate from sums over the whole of k, where that is larger.
-
-        The earlier estimates are from parts of k, which may be too short to show a common sign of the terms.
-        """
+        """Replace `bias` by the estimate over the whole of k if larger: parts may hide a common sign."""
         np.maximum(self.bias, bias_of(self.expected, self.terms), out=self.bias)
 
 
 def bias_of(sums: Array, terms: Array) -> Array:
     """Estimate by how much larger partial sums of op(A) op(B) are than sums of terms with random signs.
 
-    A term is a product a_ip b_pj. A partial sum adds the terms of one element (i, j) over a part of k. If
-    most terms have the same sign, partial sums are larger, and so are their rounding errors.
-
-    Args:
-        sums: for each row i and each group of columns, the products of the partial sums with `VECTORS`
-            vectors of random signs.
-        terms: for each row and group, the 2-norm of the terms. The partial sums have about the same 2-norm if
-            the terms have random signs.
-
-    Returns:
-        For each row and group, the 2-norm of the partial sums, estimated from `sums`, minus 2.5 times
-        `terms`; 0 if that is negative. The factor 2.5 allows for the error of the estimate.
+    A partial sum adds the terms a_ip b_pj of one element over a part of k. If most terms have the same sign,
+    partial sums are larger, and so are their rounding errors. `sums` are their products with `VECTORS`
+    vectors of random signs, for each row and group of columns, `terms` the 2-norms of the terms. Returns the
+    2-norm of the partial sums, estimated from `sums`, minus 2.5 times `terms`, for the error of the estimate;
+    at least 0.
     """
     # The mean of the absolute values of `sums` is about 0.8 times the 2-norm of the partial sums.
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)

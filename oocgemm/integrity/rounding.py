@@ -83,11 +83,10 @@ def gamma(n: float, u: float) -> float:
 
 
 def sum_error(n: float, u: float) -> float:
-    """Return the relative error bound of a sum of n terms with unit roundoff u.
+    """Return the relative error bound of a sum of n terms with unit roundoff u, at most `gamma`.
 
-    It is the smaller of `gamma(n, u)` and 6 sqrt(n) u. The bound 6 sqrt(n) u holds with high probability if
-    the rounding errors have mean 0 (Higham and Mary, *A new approach to probabilistic rounding error
-    analysis*, 2019). It may fail for large n if the errors all have the same sign.
+    6 sqrt(n) u holds with high probability if the rounding errors have mean 0 (Higham and Mary, 2019). It may
+    fail for large n if the errors all have the same sign.
     """
     return min(gamma(n, u), 6 * float(np.sqrt(n)) * u)
 
@@ -143,22 +142,14 @@ class Rounding:
         self.max_finite, self._max_stored = float(limits.max) / 16, float(stored.max) * 0.99
 
     def norm(self, product: Array, old: Array) -> Array:
-        """Return upper bounds of norms of |alpha| |A| |B| + |beta| |C0|, where C0 is the old C.
-
-        Each norm is over the elements of one sum. `product` has the norms of |A| |B| over the same elements,
-        and `old` those of C0.
-        """
+        """Return upper bounds of norms of |alpha| |A| |B| + |beta| |C0| from those of |A| |B| and C0."""
         return np.asarray(abs(self.alpha) * product + (abs(self.beta) * old if self.beta else 0))
 
     def tolerance(self, norm: Array, stored: Array, elements: Array | float) -> Array:
         """Return the error bounds of sums of elements of C with random signs.
 
-        If C has an integer dtype, and a sum is small enough to be exact in float64, its bound is 0.
-
-        Args:
-            norm: for each sum, the result of the method `norm`.
-            stored: for each sum, the norm of the summed elements of C, as stored.
-            elements: for each sum, the number of summed elements.
+        For each sum, `norm` is the result of that method, and `stored` the norm of its elements of C as
+        stored. The bound is 0 for a C of integers whose sums are exact in float64.
         """
         root = np.sqrt(elements)
         if self._integer:
@@ -167,24 +158,15 @@ class Rounding:
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Return where the accumulator, and where the cast to C's dtype, could have overflowed.
+        """Return where elements may be Inf or NaN, as sums overflow, and where Inf by the cast to C's dtype.
 
-        Args:
-            product: for each set of elements of C, the norm of |A| |B| over these elements.
-            norm: for each set, the result of the method `norm`.
-
-        Returns:
-            Two arrays with one flag per set. The first is set if the elements may be Inf or NaN, because the
-            accumulator could have overflowed. The second is set if they may be Inf because of the cast.
+        For each set of elements of C, `product` is the norm of |A| |B|, and `norm` the result of that method.
         """
         return ~((product < self.max_finite) & (norm < self.max_finite)), ~(norm < self._max_stored)
 
 
 def norms(x: Array) -> Array:
-    """Return the 2-norms of a double-precision array along its last axis, without overflow or underflow.
-
-    The norm of elements that include an Inf or NaN is nonfinite.
-    """
+    """Return the 2-norms along the last axis, without overflow or underflow; nonfinite with an Inf or NaN."""
     sizes = np.abs(x)
     largest = sizes.max(axis=-1, initial=0)
     scaled = sizes / np.where(largest > 0, largest, 1)[..., None]
@@ -192,20 +174,15 @@ def norms(x: Array) -> Array:
 
 
 def block_squares(blocks: Array) -> Array:
-    """Return the sum of the squares of the elements of each block.
-
-    `blocks` has the shape (blocks, rows, columns). The function is fastest if the last axis is contiguous in
-    memory.
-    """
+    """Return sums of squares of arrays (blocks, rows, columns), fastest if the last axis is contiguous."""
     flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
     return np.asarray(np.vecdot(flat, flat).sum(axis=-1))
 
 
 def block_norms(blocks: Array, squares: Array) -> Array:
-    """Return the Frobenius norm of each block, for an array of shape (blocks, rows, columns).
+    """Return the Frobenius norms of the blocks of an array of shape (blocks, rows, columns).
 
-    `squares` has the sum of squares of each block. If any of these sums has overflowed or underflowed, all
-    norms are computed from scaled elements instead. The norm of a block with an Inf or NaN is nonfinite.
+    If a sum of squares has overflowed or underflowed, all are computed from scaled elements instead.
     """
     if squares.min() > MIN_SQUARES and squares.max() < MAX_SQUARES:
         return np.asarray(np.sqrt(squares))
@@ -213,11 +190,7 @@ def block_norms(blocks: Array, squares: Array) -> Array:
 
 
 def signed(x: Array, blocks: Array) -> Array:
-    """Multiply each row of each block by a sign, and return the sums over the rows of a block.
-
-    `blocks` has the shape (blocks, rows, columns). `x` has the signs, of shape (blocks, rows). The result has
-    the shape (blocks, columns).
-    """
+    """Return the sums of the rows of blocks (blocks, rows, columns), multiplied by signs (blocks, rows)."""
     if blocks.dtype.kind == "c":
         # Otherwise einsum would convert the signs to complex numbers, and multiply twice as often.
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
@@ -226,10 +199,7 @@ def signed(x: Array, blocks: Array) -> Array:
 
 
 def add_product(c: Array, a: Array, b: Array) -> None:
-    """Compute ``c += a @ b.T`` in parts so small that the BLAS uses only the calling thread.
-
-    More threads would make it slower, because all cores are busy with the run.
-    """
+    """Compute ``c += a @ b.T`` in parts so small that the BLAS uses one thread: the run uses all cores."""
     deep = max(1, ONE_THREAD // (8 * max(1, len(b))))
     for left in range(0, a.shape[1], deep):
         part = b[:, left : left + deep]
@@ -252,17 +222,10 @@ EPILOGUE = 8
 
 
 class SumTolerance(Rounding):
-    """The error bound of sums of elements of C with random signs, for Freivalds' check.
+    """The error bound of sums of at most `elements` elements of C with random signs, for Freivalds' check.
 
-    Args:
-        problem: the product.
-        bound: one of `BOUNDS`.
-        k: number of products that are added up for each element of C.
-        elements: maximum number of elements of C per sum.
-        tests: number of sums that the check compares.
-
-    Raises:
-        InputError: the worst-case bound is infinite, because k is too large for the accumulator's precision.
+    For each element, k products are added up, and the check compares `tests` sums. Raises `InputError` if the
+    worst-case bound is infinite, because k is too large for the accumulator's precision.
     """
 
     def __init__(self, problem: GemmProblem, bound: str, k: int, elements: int, tests: int) -> None:
@@ -291,27 +254,18 @@ class SumTolerance(Rounding):
 
     @property
     def needs_stored(self) -> bool:
-        """Whether `of_sums` needs norms of the stored C. It does if the cast to C's dtype rounds."""
+        """Whether `of_sums` needs norms of the stored C: the cast to its dtype rounds."""
         return bool(self._stored)
 
     def product_norm(self, terms: Array) -> Array:
-        """Return upper bounds of the norms of |A| |B| over the elements of each sum.
-
-        `terms` has the norms sqrt(sum_j S_ij); the docstring of this module defines S_ij.
-        """
+        """Return upper bounds of the norms of |A| |B| over the elements of each sum."""
         return np.asarray(self._terms * terms)
 
     def of_sums(self, terms: Array, bias: Array, old: Array, stored: Array, elements: Array) -> Array:
         """Return the error bounds of sums of elements of C with random signs.
 
-        All arguments have one value per sum.
-
-        Args:
-            terms: 2-norms of all terms a_ip b_pj of the summed elements of C: sqrt(sum_j S_ij).
-            bias: the results of `passes.bias_of`: 0 unless most terms have the same sign.
-            old: norms of the old C over the summed elements.
-            stored: norms of C, as stored, over the summed elements.
-            elements: numbers of summed elements.
+        For each sum, `terms` is sqrt(sum_j S_ij), `bias` the result of `passes.bias_of`, `old` and `stored`
+        are norms of the old C and of C as stored, and `elements` is their number.
         """
         alpha, beta = abs(self.alpha), abs(self.beta)
         old = beta * old if beta else np.zeros_like(old)
@@ -368,13 +322,10 @@ class RoundedElements:
     def bounds(self, sums: Array, norms: Array, rows: Any, cols: Any, d: Array | None = None) -> Interval:
         """Return the interval in which each element lies.
 
-        Args:
-            sums: products of rows of op(A) and columns of op(B), in float64; their squared distances if the
-                problem `measures_distances`.
-            norms: the 2-norms of these rows, multiplied by those of the columns.
-            rows, cols: the indices of these rows and columns in C. They select the numbers of the steps, so
-                their shapes must fit those of `sums`.
-            d: the elements of the further matrix D, if the epilogue reads it.
+        `sums` are products of rows of op(A) and columns of op(B) in float64, or squared distances, and
+        `norms` products of the 2-norms. `rows` and `cols`, their indices in C, select the numbers of the
+        steps, so their shapes must fit those of `sums`. `d` are the elements of the further matrix D, if the
+        epilogue reads it.
         """
         with np.errstate(all="ignore"):
             if self._problem.measures_distances:
@@ -440,10 +391,7 @@ class RoundedElements:
 
 
 def contains(found: Interval, value: Array) -> Array:
-    """Return whether each value is in its interval.
-
-    An interval of which no end is finite, or one end is NaN, bounds nothing. So it contains every value.
-    """
+    """Return whether each value is in its interval. One without finite ends, or with a NaN, contains all."""
     low, high = found
     unknown = ~(np.isfinite(low) | np.isfinite(high)) | np.isnan(low) | np.isnan(high)
     return np.asarray(((value >= low) & (value <= high)) | unknown)

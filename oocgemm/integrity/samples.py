@@ -51,12 +51,9 @@ PAIR_BYTES = 256
 class SampledResult:
     """What a run made of a product.
 
-    Attributes:
-        sink: what was made of it. The threshold of selected elements is in the dtype of scores.
-        stored: C, if it is stored.
-        kept: what is kept of each row: selected elements (`SELECTED`), or results of a reduction.
-        sparse: row starts, columns and scores of the elements at or above a threshold.
-        factor: V, if `kept` is its product with C.
+    `stored` is C, if it is stored; `kept` what is kept of each row: selected elements (`SELECTED`), or
+    results of a reduction, or of the product of C with the `factor` V. `sparse` has row starts, columns and
+    scores of the elements at or above a threshold, which `sink` has in the dtype of scores.
     """
 
     sink: Sink
@@ -71,14 +68,11 @@ class Samples:
     """Checks samples of a result. Call `check`, which raises `ExecutionError` for a wrong one.
 
     Attributes:
-        problem: the product and what is made of it.
-        left, right: op(A) and op(B). Their elements are those that were multiplied, or, if the product is
-            used for distances, those before they were rounded.
+        left, right: op(A) and op(B), with the elements that were multiplied, or, if the product is used for
+            distances, those before they were rounded.
         d: the further matrix that the epilogue reads, if it does.
         finishing: the numbers that the epilogue and the selection use.
-        passes: reads the operands.
         memory: upper bound in bytes for samples.
-        seed: of the choice of samples.
         elements: the number of elements that were computed again.
     """
 
@@ -119,11 +113,9 @@ class Samples:
             self._check_pairs(made, rng)
 
     def _products(self, left: Oriented, right: Oriented, lines: Sequence[int]) -> tuple[Array, Array]:
-        """Return the products of some rows of `left` and all columns of `right`, and those of their norms.
+        """Return the products, or squared distances, of some rows of `left` and all columns of `right`.
 
-        If the product is used for distances, return squared distances in place of the products.
-
-        Both arrays have a row per line.
+        The products of their norms follow. Both arrays have a row per line.
         """
         depth, across = self.problem.depth, right.shape[1]
         picked = np.zeros((len(lines), depth))
@@ -334,8 +326,7 @@ def _pairs(
 ) -> tuple[Array, Array, Array]:
     """Choose selected elements in a range of columns. Return their rows, in order, columns and scores.
 
-    If more than `few` were selected, one of each row is chosen. It is drawn `DRAWS` times at most until it is
-    in the range.
+    Of more than `few`, one of each row is chosen, drawn `DRAWS` times at most until it is in the range.
     """
     if made.sparse is not None:
         starts, cols, scores = made.sparse

@@ -95,11 +95,7 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """The random odd weights of a digest.
-
-    The digest is a weighted sum of 32-bit words. `rows` has a random odd number per row, and `words` one per
-    word of a row. The weight of a word is the product of these two numbers.
-    """
+    """The random odd weights of a digest: of a word, the product of those of its row and column."""
 
     def __init__(self, rows: int, words: int) -> None:
         self.rows, self.words = (
@@ -108,19 +104,12 @@ class Weights:
         )
 
     def digest(self, piece: Array, top: int, left: int, every: int) -> int:
-        """Return the digest of one piece of a matrix.
-
-        The piece begins at row `top` and column `left` of the matrix. Only rows whose index in the matrix is
-        a multiple of `every` are hashed. The digest of the matrix is the sum over its pieces, modulo 2^32.
-        """
+        """Return the digest of one row in `every` of a piece at row `top` and column `left`."""
         skipped = -top % every
         return self.digest_of_rows(piece[skipped::every], range(top + skipped, top + len(piece), every), left)
 
     def digest_of_rows(self, piece: Array, numbers: range, left: int) -> int:
-        """Return the digest of rows with these numbers in the matrix, from column `left` on.
-
-        The elements of a row must be contiguous.
-        """
+        """Return the digest of rows with these numbers, from column `left` on. Rows must be contiguous."""
         rows, total = self.rows[numbers.start : numbers.stop : numbers.step], 0
         for first, words in in_words(piece, left):
             # einsum accepts words that are unaligned or in a foreign byte order
@@ -130,13 +119,10 @@ class Weights:
 
 
 def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-    """Cut the rows of a piece of a matrix into 32-bit words.
+    """Cut the rows of a piece of a matrix, from its column `left` on, into 32-bit words.
 
-    Words are counted from the start of a row of the matrix. The piece begins at column `left`. If it contains
-    only some bytes of a word, the other bytes are taken as zeros.
-
-    Yields:
-        The index of the first word within a row of the matrix, and an array of words of shape (rows, words).
+    Yields the index of the first word within a row of the matrix, and words of shape (rows, words). Of a word
+    that lies partly in the piece, the other bytes are zeros.
     """
     raw = piece.view(np.uint8)
     begin = left * piece.itemsize
@@ -153,11 +139,7 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """The checksums of one run, computed by a GPU. GPU and host both compute digests.
-
-    `summing` is the interface to the GPU. Host threads append the intervals in which they compute digests,
-    (start, end) in nanoseconds, to `busy`.
-    """
+    """The checksums of one run, computed by a GPU (`summing`). GPU and host both compute digests."""
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
         self._plan = plan
@@ -174,8 +156,8 @@ class DeviceSums:
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
         """Run a Read and compute the digest of the data that it reads.
 
-        For C, each reading thread computes the digest of what it has read. For A and B, the calling thread
-        computes the digest after the Read, which is faster because the digest covers few rows.
+        For A and B, the calling thread does it afterwards, which is faster because the digest covers few
+        rows.
         """
         digest = self._digest(operation)
         if operation.operand == "C":
@@ -187,11 +169,7 @@ class DeviceSums:
         self._digests[operation.writes[0].slot] = digest.value
 
     def submit(self, operation: Operation, host: HostBlock) -> None:
-        """Record which digests the device must find when it executes an operation.
-
-        For an Upload, the digest of its source `host` is recorded for the target. For a Multiply, the digests
-        of its two panels are passed to the device. Call this method before each operation is submitted.
-        """
+        """Record which digests the device must find: before an operation is submitted."""
         if operation.kind is Kind.UPLOAD:
             if isinstance(host, Pageable):
                 digest = self._digest_of_pageable(host)
@@ -210,10 +188,7 @@ class DeviceSums:
             self._summing.expected = a, b
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
-        """Return the checksums of a strip of C that is about to be written.
-
-        The device has computed them, and the Download has copied them to the host together with the strip.
-        """
+        """Return the checksums of a strip of C, which the Download has copied to the host with the strip."""
         digest = self._digest(operation)
         staging.inspect(operation, columns, digest)
         start = perf_counter_ns()
@@ -278,10 +253,9 @@ class DeviceSums:
 
 
 class Digest:
-    """The digest of a matrix that several threads read in pieces, in any order.
+    """The digest of a matrix that several threads read in pieces: of one row in `every`.
 
-    The digest covers only rows whose index in the matrix is a multiple of `every`. `top` and `left` are the
-    row and the column of the stored operand at which the matrix begins.
+    `top` and `left` are the row and the column of the stored operand at which the matrix begins.
     """
 
     def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:
@@ -292,7 +266,6 @@ class Digest:
         self._lock = threading.Lock()
 
     def __call__(self, rows: Range, cols: Range, piece: Array) -> None:
-        """Add the words of a piece to the digest. `rows` and `cols` are its place in the stored operand."""
         start = perf_counter_ns()
         part = self._weights.digest(piece, rows[0] - self._top, cols[0] - self._left, self._every)
         with self._lock:
@@ -304,11 +277,9 @@ Strip = tuple[Tile, Range]
 
 
 class Checks:
-    """The checks of all strips of C that one run writes.
+    """The checks of all strips of C that one run writes, or of `only` these strips, when tiles are repeated.
 
-    `session` is the session of the run. It computes the checksums, if the plan asks the device for them;
-    otherwise the host does. If `only` is given, only these strips are checked and written. A run that repeats
-    tiles passes the strips that failed.
+    The session computes the checksums, if the plan asks the device for them; otherwise the host does.
     """
 
     def __init__(
@@ -341,10 +312,7 @@ class Checks:
         self._counting = threading.Lock()
 
     def transfer(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> bool:
-        """Run a Read and compute its checksums; or check a strip of C and, if it is correct, run its Write.
-
-        Returns False if the strip failed its check and was not written; otherwise True.
-        """
+        """Run a Read and note its checksums, or the Write of a correct strip. Return False if it fails."""
         if operation.kind is Kind.READ:
             self._sums.read(staging, operation, columns)
             return True
@@ -363,8 +331,8 @@ class Checks:
     def submit(self, operation: Operation, host: HostBlock) -> None:
         """Prepare the check of an operation that is being submitted to the device.
 
-        If the host computes checksums, update them. If a GPU does, record the digests that it must find. The
-        host backend has added up the products of a strip when its Finish is submitted, so they are checked.
+        The host backend has added up the products of a strip when its Finish is submitted, so they are
+        checked.
         """
         self._sums.submit(operation, host)
         if self._early and operation.kind is Kind.FINISH and self._session.strip_sums is None:
@@ -382,16 +350,10 @@ class Checks:
         return replace(self._plan, done=self._plan.done | (set(self._plan.schedule().tiles) - tiles))
 
     def figures(self, again: "Checks | None" = None) -> dict[str, Any]:
-        """Return the results and the cost of the checks, for the report.
+        """Return the results and the cost of the checks, and of those of repeated tiles (`again`).
 
-        If tiles were recomputed, `again` has the checks of the second run, which are counted too.
-
-        Returns a dictionary. Some of its keys:
-
-        - "undecided": the number of blocks in which only the positions of nonfinite elements were checked.
-        - "seconds": the time in which at least one host thread was checking.
-        - "thread_seconds": the checking time of all host threads together.
-        - "tier": "host" or "device", where the checksums were computed.
+        "undecided" are blocks in which only the positions of nonfinite elements were checked. "seconds" is
+        the time in which at least one host thread was checking, "thread_seconds" that of all together.
         """
         runs = [self] if again is None else [self, again]
         return {
@@ -418,10 +380,9 @@ class Checks:
             )
 
     def _check_sums(self, operation: Operation) -> None:
-        """Check the accumulator of a strip. `operation` is its Finish, or its Write on a GPU.
+        """Check the accumulator of a strip, at its Finish, or at its Write on a GPU.
 
-        Raises `ExecutionError` if it is wrong, and if it cannot be computed again, since what was selected of
-        it cannot be taken back.
+        A wrong one of which something was selected is an error: this cannot be taken back and computed again.
         """
         if self._only is not None and (operation.tile, operation.m) not in self._only:
             return
@@ -445,10 +406,8 @@ class Checks:
     def _excess(self, strip: StripSums, columns: Sequence[Array] | None) -> float | None:
         """Return None for a correct strip, otherwise the largest ratio of a block's error to its error bound.
 
-        `columns` are the elements of the strip; None if they are on the device.
-
-        The ratio is infinite if a digest differs, or if elements are nonfinite that must be finite, or finite
-        that must be nonfinite.
+        `columns` are its elements; None if they are on the device. The ratio is infinite if a digest differs,
+        or if an element is wrongly finite or wrongly nonfinite.
         """
         if strip.damaged:
             self._count(strip.product[0].size, 0)
@@ -480,13 +439,10 @@ class Checks:
     ) -> Array:
         """Return, for each block of a strip of C, whether its nonfinite elements are where they must be.
 
-        Without `columns`, return whether it has nonfinite elements if it must, and none if it must not.
-
-        - An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN.
-        - It may be nonfinite if its row of the old C has an Inf or NaN.
-        - It may be nonfinite if `overflow` is set for its block: its sum could have overflowed.
-        - It may be Inf, but not NaN, if `too_large` is set for its block: it could exceed C's dtype.
-        - All other elements must be finite.
+        An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN. It may be
+        if its row of the old C has one, or `overflow` is set for its block; it may be Inf if `too_large` is
+        set. All others must be finite. Without `columns`, return whether the block has nonfinite elements if
+        it must, and none if it must not.
         """
         a, b, old = strip.nonfinite
         across = np.diff(strip.cols)

@@ -79,10 +79,10 @@ STORE_OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or b
 
 @dataclass(frozen=True)
 class Fitted:
-    """A run's plan, with the machine model `machine` fitted to the run.
+    """A run's plan, with the machine model `machine` fitted to the run; `original` is the model before.
 
-    `original` is the model before the fit. Predictions lack some of the measured seconds. `outside` is added
-    to a simulated T, `closed_outside` to a T computed from formulas.
+    Predictions lack some of the measured seconds: `outside` of a simulated T, `closed_outside` of one by
+    formulas.
     """
 
     plan: Plan
@@ -92,11 +92,7 @@ class Fitted:
     closed_outside: float
 
     def seconds(self, plan: Plan, *, closed: bool | None = None) -> float:
-        """Predict T of a plan with the fitted model, in seconds.
-
-        If `closed` is True, T is computed from formulas. If it is False, the schedule is simulated. By
-        default, formulas are used for plans of more than `MAX_SIMULATED` steps.
-        """
+        """Predict T of a plan in seconds: by formulas if `closed`, by default that of plans of many steps."""
         if plan.steps > MAX_SIMULATED if closed is None else closed:
             return plan.prediction.total + self.closed_outside
         # `outside` includes the time of the run's page faults. On the host backend, a plan that occupies
@@ -107,7 +103,7 @@ class Fitted:
 
     @property
     def whole(self) -> Plan:
-        """Return the run's plan with all tiles. The `plan` of a resumed run has only the remaining tiles."""
+        """The run's plan with all tiles. That of a resumed run has only the remaining ones."""
         return replace(self.plan, done=frozenset())
 
     def ratio(self, plan: Plan) -> float:
@@ -119,8 +115,8 @@ class Fitted:
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     """Fit the cost model to a run.
 
-    Returns None if the plan cannot be rebuilt from the timeline's header, if the run was unfinished, if it
-    used several devices or workers, or if nothing was multiplied.
+    Returns None if the header has no plan, if the run was unfinished, used several devices, or multiplied
+    nothing.
     """
     if figures.distribution:
         return None
@@ -142,11 +138,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         return figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
 
     def scale(lane: str, latency: float = 0.0) -> float:
-        """Return the factor by which to multiply a lane's rate in the model.
-
-        It is the predicted busy time of the lane over the measured one. `latency` is the part of a busy time
-        that does not depend on the rate, in seconds.
-        """
+        """Return a lane's predicted busy time over the measured one, both without `latency`, in seconds."""
         busy, modelled = took(lane), lanes.get(lane, 0.0)
         # A storage lane that moved no bytes has no measured rate: the device copied from or to the caller's
         # arrays in place.
@@ -208,11 +200,9 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that would make a run faster.
+    """A change that would make a run faster, with arguments of `oocgemm.gemm` that make it, if any.
 
-    `seconds` is the predicted T after the change; None if it cannot be predicted. `why` says what the change
-    improves or, if `seconds` is None, why it cannot be predicted. `settings` has the arguments of
-    `oocgemm.gemm` that make the change; it is empty if no argument makes it.
+    `seconds` is the predicted T after the change, None if it cannot be predicted. `why` is then the reason.
     """
 
     change: str
@@ -231,10 +221,7 @@ class _Change:
 
 
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
-    """Choose the change with the largest predicted saving, or an easier one that saves almost as much.
-
-    If no saving can be predicted, return general advice instead, with the reason in `Remedy.why`.
-    """
+    """Choose the change that saves most, or an easier one that saves almost as much; else give advice."""
     if diagnosis.contended:
         why = "other programs slowed this run down, so its rates are not those of the machine"
         return Remedy(CONTENDED, why)
@@ -277,10 +264,7 @@ def sentence(remedy: Remedy, wall: float) -> str:
 
 
 def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False) -> list[str]:
-    """Return sentences that name the lane that limited a run, and compare its rate with its maximum rate.
-
-    The first sentence says if the run is unfinished. If `advise` is set, the last one says what to change.
-    """
+    """Return sentences: if the run is unfinished, what limited it, and, with `advise`, a remedy."""
     found = diagnose(timeline, figures)
     lines = [unfinished(figures), found.finding, found.evidence]
     if advise:
@@ -329,11 +313,9 @@ def _planned(
     tile: TileShape | None = None,
     by: MachineModel | None = None,
 ) -> Plan | None:
-    """Plan the run's product again with these arguments. Return None if no plan satisfies them.
+    """Plan the run's product again, by the machine model `by`, by default the one before the fit.
 
-    `sizes` are those in the options that bound the memory of the run.
-    The planner uses the machine model `by`, by default the one before the fit. The returned plan contains the
-    fitted model, so that it predicts times at the rates of this run.
+    The plan predicts times at the rates of this run. None if no plan satisfies the arguments.
     """
     try:
         given = by or fitted.original, layouts, tile
@@ -344,11 +326,7 @@ def _planned(
 
 
 def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> Iterator[tuple[str, int]]:
-    """Yield (option, bytes) for each larger size to try.
-
-    They are two, four and eight times the size of the run, as far as the machine has enough memory. If
-    `unified`, both tiers are in host memory. Of two budgets, only that of the device is varied then.
-    """
+    """Yield (option, bytes) for 2, 4 and 8 times each size of the run, as far as there is memory."""
     host = int(USABLE["host"] * header.get("machine", {}).get("memory", 0))
     device = int(USABLE["device"] * parse_size(header.get("backend", {}).get("memory", 1)))
     given = budgets.by_option(unified=unified)
@@ -368,11 +346,7 @@ def _round(size: int) -> int:
 
 
 def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
-    """Say what a change improves, for example "would shorten write by 20%".
-
-    `before` is the plan of the run, and `after` the plan with the change. `moved` maps each link to the bytes
-    that crossed it in the run.
-    """
+    """Say what a change improves, for example "would shorten write by 20%". `moved` are bytes by link."""
     lanes, later = before.prediction.lanes, after.prediction.lanes
     lane = max(lanes, key=lambda lane: lanes[lane] - later[lane])
     if lanes[lane] - later[lane] < MIN_GAIN * before.prediction.total:

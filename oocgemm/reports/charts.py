@@ -71,10 +71,7 @@ def busy_cells(intervals: list[Interval], wall: int, cells: int) -> list[float]:
 
 
 def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
-    """Return (lane, line) for each lane that was used, in the order of data flow.
-
-    A line has `width` characters.
-    """
+    """Return (lane, line of `width` characters) for each lane that was used, in data flow order."""
     lanes: defaultdict[str, list[Interval]] = defaultdict(list)
     for span in timeline.spans:
         lanes[span.lane].append((span.start, span.end))
@@ -86,10 +83,7 @@ def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
 
 
 def unit_gantt(timeline: Timeline, numbers: Sequence[int], width: int = 80) -> list[str]:
-    """Return a line for each device with one of these numbers, which shows when the device computed.
-
-    The numbers are positions in the list of all devices. A line has `width` characters.
-    """
+    """Return a line for each of the devices with these positions, which shows when it computed."""
     did = [*activities(timeline).values()]
     computed = [[(start, end) for start, end, cause in did[number] if cause == COMPUTE] for number in numbers]
     return ["".join(map(_shade, busy_cells(one, timeline.wall, width))) for one in computed]
@@ -103,10 +97,7 @@ def _shade(share: float) -> str:
 
 
 def svg(timeline: Timeline, title: str = "") -> str:
-    """Return the Gantt chart of all lanes as SVG.
-
-    A row below the lane "compute" shows the causes of exposed time.
-    """
+    """Return the Gantt chart of all lanes as SVG, with causes of exposed time below "compute"."""
     found = report(timeline).distribution if is_distributed(timeline) else None
     if found is None:
         causes = _by_cause(stalls(timeline))
@@ -147,10 +138,7 @@ def _devices(timeline: Timeline, found: Distribution) -> tuple[list[str], float,
 def _lanes(
     spans: Sequence[Span], wall: int, y: float, causes: dict[str, list[Interval]] | None
 ) -> tuple[list[str], float]:
-    """Return the rows of the lanes, from `y` downwards, and the position below them.
-
-    `causes` are drawn below the lane "compute", if given.
-    """
+    """Return the rows of the lanes, from `y` downwards, and the position below. `causes` follow "compute"."""
     by_row: defaultdict[str, defaultdict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span, row in zip(spans, rows(spans), strict=True):
         by_row[span.lane][row].append(span)
@@ -180,8 +168,7 @@ def _by_cause(intervals: Iterable[Wait]) -> dict[str, list[Interval]]:
 def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str) -> list[str]:
     """Return the boxes of the operations on one row of a lane, as SVG paths.
 
-    Operations on B are lighter than those on A. Every other Multiply is lighter, so that consecutive steps
-    can be told apart.
+    Those of B are lighter than those of A. Every other Multiply is lighter, to tell consecutive steps apart.
     """
     scale = COLUMNS / max(1, wall)
     drawn: defaultdict[float, list[str]] = defaultdict(list)
@@ -200,10 +187,9 @@ def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str)
 
 
 def _waits(causes: dict[str, list[Interval]], wall: int, y: float, height: float) -> list[str]:
-    """Return a row of causes of exposed time, as SVG paths.
+    """Return a row of causes of exposed time, as SVG paths. Equal neighbours are one box.
 
-    `causes` maps each cause to its intervals. In every column, one SVG unit wide, the causes are stacked. The
-    height of a cause is its share of the column's time. Equal neighbours are one box.
+    In every column, one SVG unit wide, the causes are stacked: the height of each is its share of the time.
     """
     parts = []
     bottoms = [y + height] * COLUMNS
@@ -282,10 +268,7 @@ svg { background: #181c22; } text { fill: #e8ebef; } .soft { fill: #9aa4b0; }
 
 
 def roofline_of(found: Calibration, budget: int) -> str:
-    """Return the roofline of a calibrated machine, as SVG.
-
-    `budget` is a device budget in bytes. A vertical line marks a square float64 tile of this size.
-    """
+    """Return the roofline of a calibrated machine, as SVG. A line marks a float64 tile of `budget` bytes."""
     links = {LINKS[name]: rate for name, rate in calibrated_rates(found).items() if name in SOURCES}
     roofs = {dtype: rate.peak for dtype, rate in found.kernels.items()}
     return roofline(f"{found.device}, calibrated on {found.date}", links, roofs, budget)
@@ -294,11 +277,8 @@ def roofline_of(found: Calibration, budget: int) -> str:
 def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float], budget: int) -> str:
     """Return an SVG of attainable flop/s against flops per byte.
 
-    Args:
-        title: heading of the picture.
-        links: bytes per second of each link, by its label. Rates must be positive.
-        roofs: flop/s of each kernel, by its label. Rates must be positive.
-        budget: size in bytes of the square float64 tile that a vertical line marks.
+    `links` are bytes per second, `roofs` flop/s, by their labels. A vertical line marks the square float64
+    tile of `budget` bytes.
     """
     fastest, slowest, mark = max(links.values()), min(links.values()), sqrt(budget / ITEMSIZE) / ITEMSIZE
     # The horizontal axis includes `mark`, the flops per byte of a tile with `budget` bytes, and every point
@@ -368,10 +348,7 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
 
 
 def _labelled(rates: Mapping[str, float], y: Callable[[float], float]) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, rate, y of the label) for each rate, the fastest first.
-
-    `y` maps a rate to its vertical position in pixels. Labels that would overlap are moved apart.
-    """
+    """Yield (name, rate, y of the label), the fastest first. Labels that would overlap are moved apart."""
     ordered = sorted(rates.items(), key=lambda item: -item[1])
     heights = spread([y(rate) for _, rate in ordered], LINE, TOP, BOTTOM)
     yield from ((name, rate, at) for (name, rate), at in zip(ordered, heights, strict=True))

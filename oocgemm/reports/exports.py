@@ -74,17 +74,13 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
 def run_data(timeline: Timeline, spread: Distribution | None = None) -> dict[str, Any]:
     """Return the data from which the scripts of the page draw a run.
 
-    The spans are sorted by start and stored as columns, one list per field:
+    The spans are sorted by start and stored as columns. ``lane``, ``kind``, ``operand``, ``tile`` and
+    ``size`` are indices into lists of distinct values. ``start`` is in nanoseconds since the start of the
+    previous span. ``after`` is the index of the span minus that of its `last_predecessor`; 0 if there is
+    none, or if they overlap.
 
-    - ``start``: nanoseconds since the start of the previous span.
-    - ``lane``, ``kind``, ``operand``, ``tile``, ``size``: indices into the lists of distinct values, which
-      are also returned. A size is a pair of bytes and flops.
-    - ``after``: the index of the span, minus the index of its `last_predecessor`. It is 0 if the span has
-      none, or if their times overlap.
-
-    For a run on several devices or workers, whose figures are `spread`, ``units`` has the name of each device
-    and a description, the column ``unit`` its number, and ``activity`` what each device did (`activities`).
-    Then ``waits`` is empty. The spans of such a run are left out if there are more than `MAX_SPANS`.
+    Of a run on several devices, whose figures are `spread`, ``activity`` replaces ``waits``. Its spans are
+    left out if there are more than `MAX_SPANS`.
     """
     if spread and len(timeline.spans) > MAX_SPANS:
         spans = []
@@ -137,17 +133,15 @@ def run_data(timeline: Timeline, spread: Distribution | None = None) -> dict[str
 
 
 class _Index:
-    """A list of distinct values, each with its index, in the order in which they first occurred."""
+    """A list of distinct values with their indices, in the order in which they first occurred."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
 
     def of(self, value: Any) -> int:
-        """Return the index of a value. A value that is not in the list is appended."""
         return self._numbers.setdefault(value, len(self._numbers))
 
     def values(self) -> list[Any]:
-        """Return all values in the order of their indices."""
         return [*self._numbers]
 
 
@@ -223,10 +217,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _device_tracks(timeline: Timeline, numbers: Mapping[Unit, int], first: int) -> Iterator[dict[str, Any]]:
-    """Yield two tracks for each device: the parts that its worker had, and what it computed or waited for.
-
-    `numbers` has the number of the process of each device. `first` is the first free number of a track.
-    """
+    """Yield two tracks per device, from number `first` on: the parts of its worker, and its activities."""
     workers = workers_of(timeline.header)
     for unit, did in activities(timeline).items():
         parts = workers[unit.worker].parts if workers else ()
@@ -265,10 +256,7 @@ def _process(unit: Unit, workers: Sequence[Worker]) -> str:
 
 
 def _feeds(source: Span, span: Span) -> bool:
-    """Return whether a span uses the data of `source`, an operation that it waited for.
-
-    If not, `source` used a slot that the span overwrites.
-    """
+    """Return whether a span uses the data of an operation that it waited for, not only its slot."""
     order = {kind: place for place, kind in enumerate(FLOW)}
     return order.get(source.kind, -1) < order.get(span.kind, -1)
 
@@ -283,10 +271,9 @@ def check_outputs(outputs: Mapping[str, str | None]) -> None:
 def export(
     logs: Sequence[str], timelines: Sequence[Timeline], outputs: dict[str, str | None]
 ) -> list[tuple[str, str]]:
-    """Write the requested files. Return a list with a description and the path of each.
+    """Write the requested files, and return a description and the path of each.
 
-    `logs` has the paths of the logs, and `timelines` the timelines read from them. `outputs` maps ``html``,
-    ``svg``, ``png`` and ``trace`` to the path to write, or to None. Only ``html`` takes several timelines.
+    `outputs` maps ``html``, ``svg``, ``png`` and ``trace`` to the path to write, or to None.
 
     Raises `InputError` if a path cannot be written or is one of `logs`, if another output than ``html`` is
     requested for several timelines, or if a PNG is requested without resvg-py.
@@ -327,10 +314,7 @@ def writing(option: str, path: str) -> Iterator[None]:
 
 
 def check_writable(option: str, path: str) -> None:
-    """Raise `InputError` if no file can be created in the folder of `path`.
-
-    Call this before a long computation, so that the command fails early and not when it writes the result.
-    """
+    """Raise `InputError` if no file can be created in the folder of `path`. Call this before long work."""
     with writing(option, path):
         folder = os.path.dirname(os.path.abspath(path))
         tempfile.TemporaryFile(dir=folder).close()

@@ -25,11 +25,9 @@ Show = Callable[[float, str, str], None]
 
 @contextmanager
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """Show the progress of a run, and yield the callback to pass as `gemm`'s argument `progress`.
+    """Show the progress of a run. Yield the argument `progress` of `gemm`; None if not `enabled`.
 
-    Yields None if `enabled` is False. The display shows the current tile, the elapsed time and the mean
-    rates. For the last seconds, it shows how busy each lane was, and what limited the run. On a terminal, it
-    also estimates the time left.
+    Of the last seconds, it shows how busy each lane was, and what limited the run.
     """
     if not enabled:
         yield None
@@ -62,10 +60,7 @@ def _line(console: Console, started: float, share: float, tiles: str, rates: str
 
 
 def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
-    """Return a callback to call with the span of each finished operation.
-
-    The callback updates the display by calling `show`, at most once in `every` seconds.
-    """
+    """Return a callback for finished operations that calls `show` at most once in `every` seconds."""
     backend = "host" if plan.machine.unified else "cuda"
     tiles, before = plan.grid.count, len(plan.done)
     # The bar shows the share of the flops that are done. If k = 0, there are no flops, and the bar shows the

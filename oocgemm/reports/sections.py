@@ -28,10 +28,7 @@ HEAD = ("worker", "device", "parts", "compute", "largest wait", "end", "clock of
 
 
 def labels(units: Sequence[UnitFigures]) -> list[str]:
-    """Return a short, distinct name for each device, for the rows of charts.
-
-    It is the name of the worker, followed by the number of the device if a worker has several.
-    """
+    """Return a short, distinct name for each device, for charts: its worker, its number, or both."""
     names = [*dict.fromkeys((unit.worker, unit.host) for unit in units)]
     short = len({name for name, _ in names}) == len(names) and all(
         len(name) <= MAX_LABEL for name, _ in names
@@ -47,11 +44,7 @@ def labels(units: Sequence[UnitFigures]) -> list[str]:
 
 
 def counts(found: Distribution) -> str:
-    """Return the numbers of devices, workers and hosts as a text.
-
-    The workers of a run in one process are not counted, since there is one. Devices are not counted if each
-    worker has one.
-    """
+    """Return the numbers of devices, workers and hosts as a text, as far as they say something."""
     devices, workers = _counted(len(found.units), "device"), _counted(found.workers, "worker")
     if not found.units[0].worker:
         return devices
@@ -95,7 +88,7 @@ def title(unit: UnitFigures) -> str:
 
 
 def row(unit: UnitFigures, label: str) -> list[str]:
-    """Return the cells of a device, in the columns of `HEAD`. `label` is its name in charts (`labels`)."""
+    """Return the cells of a device, in the columns of `HEAD`. `label` is its name in charts."""
     waits = {cause: share for cause, share in unit.shares.items() if cause != COMPUTE}
     longest = max(waits, key=lambda cause: waits[cause], default="")
     sign = "-" if unit.clock_offset < 0 else "+"
@@ -161,11 +154,7 @@ def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
-    """Return an HTML table. The cells in `head` and `rows` are HTML too.
-
-    The first column has text, which is aligned to the left. All other columns have numbers, which are aligned
-    to the right. If `wide_last` is set, the last column has text too.
-    """
+    """Return an HTML table. Cells are HTML. The first column has texts, the last one too if `wide_last`."""
 
     def cell(tag: str, index: int, text: str) -> str:
         left = index == 0 or (wide_last and index == len(head) - 1)
@@ -179,10 +168,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool
 
 
 def throughput(timeline: Timeline, report: Report) -> str:
-    """Return one chart per lane, which shows the lane's rate during the run.
-
-    A dashed line shows the highest rate that the lane can reach.
-    """
+    """Return a chart of each lane's rate during the run. A dashed line shows the highest possible rate."""
     known = rate_limits(timeline)
     charts = []
     for lane in lanes_of(timeline.spans):
@@ -223,10 +209,7 @@ def throughput(timeline: Timeline, report: Report) -> str:
 
 
 def c_grid(timeline: Timeline) -> str:
-    """Return a picture of C in which the colour of each tile shows when the tile was finished.
-
-    If there are more than `MAX_TILES` tiles, return their number instead.
-    """
+    """Return a picture of C, coloured by when tiles were finished; the number of too many tiles."""
     plan = timeline.header.get("plan", {})
     done = finish_times(timeline.spans)
     if not done or "problem" not in plan or not timeline.wall:
@@ -285,10 +268,7 @@ def _colour(share: float) -> str:
 
 
 def devices_section(found: Distribution, timeline: Timeline) -> str:
-    """Return the figures of a run on several devices or workers, and a table with a row for each device.
-
-    Of many devices, those that computed least are shown, and all in a table that the reader can open.
-    """
+    """Return the figures of a run on several devices, and a row for each. Of many, a reader can open all."""
     facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
         for name, text in summary(found, timeline)
@@ -326,10 +306,7 @@ def _bar(unit: UnitFigures) -> str:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run and what the page shows of it: the figures, the diagnosis, and the suggested change.
-
-    `fitted` is None if the cost model cannot be fitted to the run.
-    """
+    """A run and what the page shows of it. `fitted` is None if the cost model cannot be fitted."""
 
     name: str
     timeline: Timeline
@@ -340,7 +317,6 @@ class ReportedRun:
 
     @classmethod
     def of(cls, name: str, timeline: Timeline, figures: Report) -> "ReportedRun":
-        """Compute the diagnosis, the fitted model and the suggested change of a run from its figures."""
         diagnosis = diagnose(timeline, figures)
         fitted = fit(timeline, figures)
         return cls(name, timeline, figures, diagnosis, fitted, remedy(timeline, figures, diagnosis, fitted))
@@ -505,10 +481,7 @@ def _scaling(run: ReportedRun) -> float | None:
 
 
 def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
-    """Return a text that compares a run with the first one on the page.
-
-    It gives the ratio of T if both computed the same product (`alike`), otherwise that of the flop rates.
-    """
+    """Compare a run with the first one on the page: by T if both computed the same product, else by rate."""
     if alike and first.wall:
         return f"{figures.wall / first.wall:.2f} times the T"
     if figures.flop_rate and first.flop_rate:

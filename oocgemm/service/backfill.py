@@ -55,10 +55,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What all running jobs together may occupy, in bytes.
-
-    `devices` maps the number of each device to its memory. Unless `shared`, one job runs per device.
-    """
+    """What all running jobs may occupy, in bytes. Unless `shared`, one job runs per device."""
 
     devices: Mapping[int, int]
     host: int
@@ -80,10 +77,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A job starts now on a device, or it waits (`device` is None) for a reason.
-
-    `start` is when it is predicted to start; None if that was not predicted.
-    """
+    """A job starts now on a device, or waits (None) for a reason. `start` is predicted, if it is known."""
 
     id: str
     device: int | None
@@ -140,17 +134,9 @@ def decide(
     *,
     draining: bool = False,
 ) -> list[Decision]:
-    """Decide for every queued job whether it starts now.
+    """Decide for every queued job whether it starts now, in the order in which they are considered.
 
-    Args:
-        queued, running: all queued jobs, and all jobs with a process.
-        limits: what may be occupied.
-        usage: device seconds that each owner has used lately.
-        now: the time, in the same seconds as `Running.ends`.
-        draining: start no job.
-
-    Returns:
-        One decision per queued job, in the order in which they were considered.
+    `usage` are the device seconds that each owner has used lately, `now` is in the seconds of `Running.ends`.
     """
     occupied = _Occupied.by(limits, running)
     active = list(running)
@@ -189,10 +175,7 @@ def decide(
 
 
 class _Order:
-    """Iterates over queued jobs in the order in which they are considered.
-
-    An owner whose job has just started comes later from then on.
-    """
+    """Iterates over queued jobs in their order. An owner comes later once a job has started."""
 
     def __init__(
         self, queued: Iterable[Waiting], running: Iterable[Running], usage: Mapping[str, float], now: float

@@ -156,12 +156,10 @@ def environment(**more: str) -> Mapping[str, str]:
 
 
 def restrict_to(allowed: Confinement, *own: Path) -> None:
-    """Restrict this process to the folders that jobs may use, as an order states them, and to folders `own`.
+    """Restrict this process as `restrict` does: to the folders that jobs may use, and `own` ones.
 
-    Symbolic links from a root to anything else are refused by this package too. Landlock alone would let a
-    chunk be a link to a shared library, say, or to a file of another root.
-
-    Raises what `restrict` raises. NumPy, which starts threads, must not have been imported.
+    This package, too, refuses symbolic links from a root to anything else. Landlock alone would let a chunk
+    be a link to a shared library, say, or to a file of another root.
     """
     read, write = ([Path(each) for each in allowed[mode]] for mode in ("read", "write"))
     restrict(read, [*write, *own])
@@ -171,15 +169,10 @@ def restrict_to(allowed: Confinement, *own: Path) -> None:
 
 
 def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
-    """Restrict this process for good to what Python and CUDA need, and to some folders or files.
+    """Restrict this process for good to what Python and CUDA need, and to folders or files.
 
-    Args:
-        read: what it may read.
-        write: what it may read, change, create and delete.
-
-    Raises:
-        InputError: the kernel has no Landlock, or a path cannot be opened.
-        RuntimeError: the process has several threads. Landlock would not restrict the others.
+    Raises `InputError` if the kernel has no Landlock, or a path cannot be opened. Raises `RuntimeError` if
+    the process has several threads: Landlock would not restrict the others.
     """
     version = abi()
     if not version:
@@ -272,20 +265,14 @@ def _code() -> Iterator[Path]:
 
 
 def _packages(folder: Path) -> list[Path]:
-    """Return the code in a folder of `sys.path`: all of it, but of a checkout only its packages.
-
-    An editable installation adds a checkout, which may also hold data, results and keys.
-    """
+    """Return the code in a folder of `sys.path`: of a checkout, with data and keys, its packages."""
     if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
         return [folder]
     return [path.parent for path in folder.glob("*/__init__.py") if path.parent.name != "tests"]
 
 
 def _allow(ruleset: int, path: Path, rights: int) -> int:
-    """Add a rule: allow rights on a file, or on a folder and everything in it. Return a descriptor of it.
-
-    Raises `OSError`.
-    """
+    """Allow rights on a file, or on a folder and all in it. Return a descriptor of it. Raises `OSError`."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):

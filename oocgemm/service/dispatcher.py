@@ -73,14 +73,10 @@ class Process:
     """A worker, with the job that it was given last.
 
     Attributes:
-        pid: its number.
-        handle: its pidfd.
-        channel: the socket to it; None if an earlier server has started it.
-        folder: its own folder; None if an earlier server has started it.
-        jobs: how many jobs it was given by this server.
-        idle: whether it has said that its job has ended and that it waits for another one.
-        code: its exit status, or minus the number of the signal that killed it. It is None while the process
-            is alive, and if an earlier server has started it.
+        pid, handle: its number, and its pidfd. channel, folder: the socket to it, and its own folder; None if
+        an earlier server has started it. jobs: how many jobs it was given by this server. idle: whether it
+        has said that its job has ended and that it waits for another one. code: its exit status, or minus the
+        signal that killed it. None while it is alive, or if it is unknown.
     """
 
     pid: int
@@ -154,11 +150,9 @@ class Process:
 
 
 def spawn(workers: Path, log: Path) -> Process:
-    """Start a worker. It is independent of this process, and ends its job even if this one dies.
+    """Start a worker, which gets a folder in `workers`. It ends its job even if this process dies.
 
-    Args:
-        workers: in which the worker gets a folder. This folder must exist.
-        log: to which the worker appends what it prints before it has a job.
+    It appends to `log` what it prints before it has a job.
     """
     folder = Path(tempfile.mkdtemp(dir=workers))
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -191,16 +185,7 @@ def hand(
     device: int,
     confine: Confinement | None = None,
 ) -> None:
-    """Give an attempt of a job to an idle or a new worker. Raises `OSError` if the worker has ended.
-
-    Args:
-        process: the worker.
-        folder: the folder of the job.
-        attempt: the number of the attempt.
-        spec: what to compute (`job_planner`).
-        device: the number of the device.
-        confine: the folders that the worker may use, the same for all its jobs; None if it is not confined.
-    """
+    """Give an attempt of a job to an idle or a new worker. Raises `OSError` if the worker has ended."""
     assert process.channel is not None
     assert process.folder is not None
     _prepare(folder, attempt, spec)
@@ -235,7 +220,7 @@ def _make_durable(folder: Path) -> None:
 
 
 def clear(process: Process) -> None:
-    """Delete everything in the folder of a worker: the links to the files of its job, and temporary files."""
+    """Delete all in the folder of a worker: links to the files of its job, and temporary files."""
     assert process.folder is not None
     for path in process.folder.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -300,10 +285,7 @@ def has_begun(folder: Path, attempt: int) -> bool:
 
 
 def result_of(folder: Path, attempt: int) -> dict[str, Any] | None:
-    """Return how the process of an attempt ended: ``exit_code``, ``error`` and figures. None if it died.
-
-    If a process of an earlier attempt has completed the product, its result is returned.
-    """
+    """Return how an attempt ended, or an earlier one that has succeeded; None if its process died."""
     found = read_json(folder / RESULT)
     if found is None or (found["attempt"] != attempt and found["exit_code"] != 0):
         return None
@@ -322,11 +304,7 @@ class WorkerPool:
     ) -> None:
         """Remove what workers of earlier servers have left.
 
-        Args:
-            folder: in which each worker has a folder. It is created if it does not exist.
-            confine: the folders that jobs may use; None if jobs are not confined.
-            keep: seconds for which a worker waits for a job; 0 if each job gets a new worker.
-            clock: returns the time in seconds.
+        A worker waits for `keep` seconds for a job; if it is 0, each job gets a new worker.
         """
         self._folder, self._confine, self._keep, self._clock = folder, confine, keep, clock
         self._idle: dict[int, tuple[Process, Need, float]] = {}  # by device: what it keeps, since when
@@ -344,10 +322,7 @@ class WorkerPool:
         return [each[0] for each in (*self._idle.values(), *self._ending)]
 
     def start(self, folder: Path, attempt: int, spec: dict[str, Any], device: int) -> Process:
-        """Start an attempt of a job in the idle worker of a device, or in a new one. See `hand`.
-
-        If the new worker has died before it got its order, it is returned: the attempt has ended.
-        """
+        """Start an attempt in the idle worker of a device, or in a new one, which may have died at once."""
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if device in self._idle:
@@ -379,7 +354,7 @@ class WorkerPool:
     def make_room(self, need: Need, device: int, running: Iterable[Running], limits: Limits) -> bool:
         """Return whether a job that fits beside `running` also fits beside the workers without a job.
 
-        If it does not, they are killed, except the one of its device, which the job gets.
+        If not, these are killed, except that of its device, which the job gets.
         """
         others = [(each, kept) for each, (_, kept, _) in self._idle.items() if each != device]
         others += [(each, kept) for _, each, kept in self._ending]
@@ -436,8 +411,8 @@ logger = logging.getLogger("oocgemm")
 class Dispatcher:
     """Runs the jobs of a store. `step` is one pass of the loop; `run` repeats it.
 
-    `draining` is set to start no more jobs. `starts` maps queued jobs to their predicted starts, in seconds
-    since 1970.
+    It starts no jobs while `draining`. `starts` has the predicted starts of queued jobs, in seconds since
+    1970.
     """
 
     def __init__(
@@ -449,19 +424,7 @@ class Dispatcher:
         confine: Confinement | None = None,
         keep: float = KEEP,
     ) -> None:
-        """Take over a state folder.
-
-        Args:
-            store: the jobs.
-            folder: the state folder. Each job has a folder in it.
-            limits: returns what all running jobs together may occupy.
-            clock: returns the time in seconds since 1970.
-            confine: the folders that jobs may use; None if jobs are not confined.
-            keep: seconds for which an idle worker is kept for the next job.
-
-        Raises:
-            InputError: another server uses the state folder.
-        """
+        """Take over the state folder of a store. Raises `InputError` if another server uses it."""
         self.draining = False
         self.starts: dict[str, float] = {}
         self._store, self._folder, self._limits, self._clock = store, folder, limits, clock
@@ -582,13 +545,9 @@ class Dispatcher:
     def _finish(
         self, job: JobRecord, result: dict[str, Any] | None, code: int | None, *, known: bool
     ) -> None:
-        """Commit the state that follows when the process of a job has ended.
+        """Commit the state that follows when the process of a job has ended with an exit status.
 
-        Args:
-            job: the job.
-            result: what its process has left, None if it died.
-            code: its exit status, None if that is unknown.
-            known: whether it was alive when this dispatcher last looked.
+        `known` is whether this dispatcher has seen it alive.
         """
         with self._store.together():
             if job.state is State.STARTING and has_begun(self.folder_of(job.id), job.attempt):

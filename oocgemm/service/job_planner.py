@@ -51,11 +51,7 @@ SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Planned:
-    """A job that can be queued.
-
-    `spec` has absolute paths and explicit budgets. `summary` describes the plan, `need` is what the job
-    occupies, `seconds` its predicted time.
-    """
+    """A job that can be queued. Its spec has absolute paths and explicit budgets."""
 
     spec: dict[str, Any]
     summary: dict[str, Any]
@@ -64,14 +60,7 @@ class Planned:
 
 
 def checked(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a spec with absolute paths.
-
-    Args:
-        spec: ``a``, ``b`` and ``c``, paths of arrays, and ``options``.
-
-    Raises:
-        InputError: a field is missing, unknown or of a wrong type.
-    """
+    """Return a spec with absolute paths. Raises `InputError` for wrong fields, options or types."""
     options, known = spec.get("options", {}), job_options()
     unknown = sorted({*spec} - {"a", "b", "c", "options"})
     if unknown:
@@ -147,19 +136,13 @@ def needs_before(options: Mapping[str, Any]) -> bool:
 
 
 def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
-    """Plan a job.
+    """Plan a job, whose spec `checked` has returned.
 
     The budgets default to the limits: the memory of the largest device, and an equal part of the host memory
     for each device. They are lowered to what the plan needs, so that other jobs can run beside it.
 
-    Args:
-        spec: as `checked` returns it.
-        limits: what all jobs together may occupy.
-        backend: the backend that computes the job.
-
-    Raises:
-        InputError: the product is impossible.
-        BudgetError: the budgets, or the limits, are too small. The message names the smallest that would do.
+    Raises `InputError` if the product is impossible. Raises `BudgetError`, which names the smallest budgets
+    that would do, if these or the limits are too small.
     """
     from oocgemm.verbs import gemm
 
@@ -254,13 +237,7 @@ class Planner:
         self._closed = False
 
     def plan(self, spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
-        """Plan a job as `planned` does.
-
-        Raises:
-            InputError: the product is impossible, or an array cannot be read.
-            BudgetError: the budgets, or the limits, are too small.
-            UnavailableError: the process has died, or did not answer.
-        """
+        """Plan a job as `planned` does. Raises `UnavailableError` if the process does not answer."""
         devices = [[number, size] for number, size in limits.devices.items()]
         request = {"spec": spec, "limits": asdict(limits) | {"devices": devices}, "backend": backend}
         answer = self._ask(json.dumps(request).encode() + b"\n")

@@ -108,17 +108,9 @@ _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 class NewJob:
     """A job to submit.
 
-    Attributes:
-        owner, name: who submits it, and what it is called.
-        spec: the product (`oocgemm.service.spec`), as plain data.
-        plan: a summary of the plan, as plain data.
-        need: what the job occupies while it runs.
-        seconds: the predicted time of the run.
-        c_path: the absolute path of C, by which jobs that write the same C are found.
-        priority: jobs with a higher one start first.
-        max_attempts: how often the job may fail on its own before it is not started again.
-        deadline: the job fails if it has not succeeded by then, in seconds since 1970.
-        needs: ids of jobs that must succeed before.
+    Jobs that write the same C are found by `c_path`, its absolute path. `max_attempts` is how often the job
+    may fail on its own before it is not started again. The job fails if it has not succeeded by the
+    `deadline`, in seconds since 1970. It starts when the jobs with the ids `needs` have succeeded.
     """
 
     owner: str
@@ -137,11 +129,10 @@ class NewJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """A job as it is stored. `attempt` counts its processes, `failures` those that failed on their own.
+    """A job as it is stored. Times are in seconds since 1970. `version` counts the changes.
 
-    `warnings` are those about the data that its runs issued (`oocgemm.DataWarning`).
-
-    `reason` is why a queued job waits. Times are in seconds since 1970. `version` counts the changes.
+    `attempt` counts its processes, `failures` those that failed on their own. `reason` is why a queued job
+    waits.
     """
 
     id: str
@@ -172,7 +163,6 @@ class JobRecord:
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> "JobRecord":
-        """Return the job of a row of the table ``jobs``."""
         values = dict(row)
         need = Need(*(values.pop(f"{name}_bytes") for name in ("device", "host", "disk")))
         for name in ("spec", "plan", "result", "warnings"):
@@ -181,18 +171,10 @@ class JobRecord:
 
 
 class JobStore:
-    """The database of a service. Its methods may be called by several threads, one at a time runs.
-
-    All methods raise `DatabaseError` if the database cannot be read or written.
-    """
+    """The database of a service, for several threads. All methods may raise `DatabaseError`."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open a database, and create it if it does not exist.
-
-        Args:
-            path: the file.
-            clock: returns the time in seconds since 1970.
-        """
+        """Open a database, and create it if it does not exist."""
         self._path, self._clock = path, clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -241,10 +223,7 @@ class JobStore:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Begin a transaction; commit it at the end, or roll it back after an error.
-
-        Within another transaction of this thread, this is a part of that one.
-        """
+        """Begin a transaction, or join that of this thread. Commit it, or roll it back after an error."""
         with self._errors(), self._lock:
             if self._db.in_transaction:
                 yield self._db
@@ -303,14 +282,7 @@ class JobStore:
         after: str | None = None,
         limit: int | None = None,
     ) -> list[JobRecord]:
-        """Return jobs from the newest to the oldest.
-
-        Args:
-            states: only jobs in one of these states; all if empty.
-            owner: only jobs of this owner.
-            after: only jobs that are older than the one with this id.
-            limit: the maximum number of jobs.
-        """
+        """Return jobs from the newest to the oldest: in some states, if given, or older than a job."""
         where, values = ["1"], list[object]()
         if states:
             where.append(f"state IN ({', '.join('?' * len(states))})")
@@ -385,23 +357,13 @@ class JobStore:
         return self._changes
 
     def wait(self, seconds: float, seen: int | None = None) -> bool:
-        """Wait until another thread has changed something. Return False if that took too long.
-
-        Args:
-            seconds: how long to wait.
-            seen: a value of `changes`; return at once if there are more by now. By default, the present one.
-        """
+        """Wait until another thread has made more changes than `seen`. Return False if that took too long."""
         with self._lock:
             start = self._changes if seen is None else seen
             return self._changed.wait_for(lambda: self._changes != start, seconds)
 
     def earlier(self, owner: str, key: str, body_sha256: str) -> list[JobRecord] | None:
-        """Return the jobs that were submitted with an Idempotency-Key; None if it has not been used.
-
-        Raises:
-            KeyReusedError: the key was used with another body.
-            UnknownJobError: one of these jobs has been deleted.
-        """
+        """Return the jobs that were submitted with a key; None if it is new. Raises as `submit`."""
         found = self._read(
             "SELECT body_sha256, jobs FROM idempotency WHERE owner = ? AND key = ?", owner, key
         )
@@ -430,19 +392,11 @@ class JobStore:
     def submit(
         self, jobs: Sequence[NewJob], key: str | None = None, body_sha256: str = "", owner: str = ""
     ) -> list[JobRecord]:
-        """Store new jobs, all or none, and return them.
+        """Store new jobs, all or none, and return them. A job may need an earlier one, such as ``#0``.
 
-        Args:
-            jobs: the jobs. A job may need an earlier one of the same call by ``#0``, ``#1`` and so on.
-            key: the Idempotency-Key of `owner`. If it has been used with the same body, the jobs of that
-                call are returned, and nothing is stored.
-            body_sha256: the digest of the request.
-            owner: whose key it is.
-
-        Raises:
-            KeyReusedError: the key was used with another body.
-            ConflictError: a live job writes the same C.
-            UnknownJobError: a job needs one that does not exist.
+        If the key of this owner has been used for a request with the same digest, its jobs are returned, and
+        nothing is stored. Raises `KeyReusedError` if it was for another request, `ConflictError` if a live
+        job writes the same C, and `UnknownJobError` if a job is needed that does not exist.
         """
         with self._writing() as db:
             if key is not None and (found := self.earlier(owner, key, body_sha256)) is not None:
@@ -505,8 +459,7 @@ class JobStore:
     def move(self, job: JobRecord, to: State, **values: Any) -> JobRecord:
         """Change the state of a job, and columns of its row; return the job as it is now.
 
-        Raises:
-            StaleError: the job has another state or attempt by now.
+        Raises `StaleError` if the job has another state or attempt by now.
         """
         assert to in FOLLOWING[job.state], f"{job.state} -> {to}"
         assert _COLUMNS.issuperset(values), values
@@ -534,9 +487,7 @@ class JobStore:
     def request(self, job: str, action: Action) -> JobRecord:
         """Do what a user requests, or note that it must be done; return the job as it is now.
 
-        Raises:
-            ConflictError: the action is impossible in the state of the job, or another live job writes the
-                same C.
+        Raises `ConflictError` if the state of the job forbids it, or another live job writes the same C.
         """
         with self._lock:  # so that nothing changes in between
             found = self.get(job)
@@ -554,9 +505,7 @@ class JobStore:
     def update(self, job: str, version: int | None = None, **values: Any) -> JobRecord:
         """Change ``priority``, ``deadline`` or ``max_attempts`` of a job; return the job as it is now.
 
-        Raises:
-            StaleError: the job does not have this version.
-            ConflictError: the job has ended.
+        Raises `StaleError` if the job does not have this version, and `ConflictError` if it has ended.
         """
         assert {"priority", "deadline", "max_attempts"}.issuperset(values), values
         with self._writing() as db:
@@ -579,11 +528,7 @@ class JobStore:
             )
 
     def delete(self, job: str) -> None:
-        """Delete the records of a job that has ended. C is kept.
-
-        Raises:
-            ConflictError: the job has not ended, or a live job needs it.
-        """
+        """Delete the records of a job. Raises `ConflictError` if it has not ended, or is needed."""
         with self._writing() as db:
             found = self.get(job)
             if found.state not in FINAL:
@@ -609,10 +554,7 @@ class JobStore:
 
 
 def _make_private(path: Path) -> None:
-    """Create the file of a database if it does not exist, and let nobody but its owner read it.
-
-    SQLite gives its other files the same mode.
-    """
+    """Let only its owner read a database, which is created. SQLite gives its other files the same mode."""
     with suppress(OSError):  # SQLite says what is wrong
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         for each in (path, *(path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))):

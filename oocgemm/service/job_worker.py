@@ -153,15 +153,9 @@ def _tell(server: socket.socket, message: bytes) -> None:
 
 
 def run(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]) -> tuple[int, bool]:
-    """Run an attempt of a job.
+    """Run an attempt of a job. Return its exit status, and whether this process can run another.
 
-    Args:
-        folder: has the files of the job.
-        order: ``attempt``, its number; ``spec``, what to compute; ``device``, the number of the device.
-        begin: called when this process has the lock; raises an `OocGemmError` if it cannot compute a job.
-
-    Returns:
-        The exit status, and whether this process can run another job.
+    `begin` is called when this process has the lock. It raises an `OocGemmError` if it cannot compute a job.
     """
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)

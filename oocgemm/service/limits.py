@@ -67,11 +67,7 @@ class Root:
 
     @classmethod
     def parse(cls, text: str) -> "Root":
-        """Parse a root such as ``data=/srv/data:ro``. The mode is ``ro`` or ``rw``.
-
-        Raises:
-            InputError: the text cannot be parsed, or there is no such folder.
-        """
+        """Parse a root such as ``data=/srv/data:ro``. The mode is ``ro`` or ``rw``. Raises `InputError`."""
         name, equals, rest = text.partition("=")
         folder, colon, mode = rest.rpartition(":")
         if not equals or not colon or not folder or mode not in _MODES:
@@ -106,17 +102,11 @@ def allowed_folders(roots: Iterable[Root]) -> dict[str, list[str]]:
 def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
     """Return the absolute path of an array that a user has named. Symbolic links in it are resolved.
 
-    For an address of an HDF5 dataset, such as ``data:dir/a.h5::/x``, this is the address with the absolute
-    path of the file. The name of the dataset is unchanged.
+    Of an address of an HDF5 dataset, such as ``data:dir/a.h5::/x``, the name of the dataset is unchanged.
+    Nothing in a path is decoded: ``%2e`` is three characters. An array to `write` need not exist.
 
-    Args:
-        roots: the roots by name.
-        text: a path such as ``data:dir/A.zarr``. Nothing in it is decoded: ``%2e`` is three characters.
-        write: the array will be written. It need not exist then.
-
-    Raises:
-        PathError: the path is malformed, not below its root, or of the wrong kind; it does not exist and
-            `write` is false; or `write` is true and the root is read-only.
+    Raises `PathError` if the path is malformed, not below its root, of the wrong kind, or missing; and for an
+    array to write if the root is read-only.
     """
     # This imports NumPy, which starts threads. A process must confine itself before that.
     from oocgemm.stores.opening import split_address, store_of
@@ -159,10 +149,7 @@ def _check_beside(root: Root, text: str, place: Path) -> None:
 
 
 def display(roots: Mapping[str, Root], path: str | Path) -> str:
-    """Return what a user writes for an absolute path, such as ``data:dir/A.zarr``.
-
-    Of several roots that contain the path, the deepest is used. A path in no root is returned unchanged.
-    """
+    """Return what a user writes for an absolute path, by the deepest root; unchanged without one."""
     inside = [root for root in roots.values() if root.folder in Path(path).parents]
     if not inside:
         return str(path)
@@ -283,11 +270,7 @@ class DeviceInfo:
 
 
 def find_devices(backend: str = "auto") -> tuple[str, list[DeviceInfo]]:
-    """Return the backend that a name stands for, and its devices. On a GPU, this takes seconds.
-
-    Raises:
-        BackendError: the backend, or one of its devices, cannot be opened.
-    """
+    """Return the backend of a name, and its devices. On a GPU, this takes seconds. Raises `BackendError`."""
     command = [sys.executable, "-m", "oocgemm.service.limits", backend]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     try:
@@ -313,17 +296,10 @@ def limits(
 ) -> Limits:
     """Return what all running jobs together may occupy.
 
-    Args:
-        devices: as `find_devices` returns them.
-        roots: the roots of the service. C is stored in the writable ones.
-        device_memory: memory per GPU, in bytes or as "8GiB". Default: 90% of that of each GPU, since drivers
-            and libraries need the rest. The host backend has no such limit: its jobs use host memory.
-        host_memory: memory of the host. Default: half of what this process may use.
-        disk_quota: bytes of the results of running jobs. Default: the result of `free_space`.
-        shared: let several jobs run on one device.
-
-    Raises:
-        InputError: a limit exceeds what the machine has.
+    By default, these are 90% of the memory of each GPU, since drivers and libraries need the rest; half of
+    the host memory that this process may use; and the disk space that `free_space` returns. The host backend
+    has no device memory: its jobs use host memory. Raises `InputError` if a limit exceeds what the machine
+    has.
     """
     # This imports NumPy, too.
     from oocgemm.system.resources import memory_limit
@@ -342,8 +318,8 @@ def limits(
 def free_space(roots: Iterable[Root]) -> int:
     """Return the least free disk space of the writable roots, in bytes; 0 if there is none.
 
-    It shrinks while jobs write C. Bytes that a running job has written count twice in the schedule, as
-    occupied disk and as part of what the job needs. A job then waits too long, but does not fill the disk.
+    It shrinks while jobs write C. Their written bytes count twice in the schedule, also as what a job needs.
+    So a job may wait too long, but does not fill the disk.
     """
     return min((shutil.disk_usage(root.folder).free for root in roots if root.writable), default=0)
 

@@ -93,10 +93,7 @@ _REQUESTS: Mapping[Action, Mapping[State, State]] = {
 
 
 def requested(action: Action, state: State) -> State | None:
-    """Return the state that follows when a user requests an action; None if the action is impossible.
-
-    It is the same state if the action has been done already: every action is idempotent.
-    """
+    """Return the state after an action, the same if it has been done already; None if it is impossible."""
     return _REQUESTS[action].get(state)
 
 

@@ -57,14 +57,9 @@ def default_socket() -> Path:
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a server.
+    """The address of a server: the path of a unix socket, or host and port, where None is the default port.
 
-    Attributes:
-        text: the address as the user wrote it, for messages.
-        path: the path of a unix socket; None for TCP.
-        host, port: where the server listens; None for the default port of the scheme.
-        tls: whether the connection is encrypted.
-        prefix: the path under which a proxy serves the service, such as ``/gpu``, or "".
+    `text` is what the user wrote, `prefix` the path under which a proxy serves the service, such as ``/gpu``.
     """
 
     text: str
@@ -76,14 +71,9 @@ class Address:
 
     @classmethod
     def parse(cls, text: str | None) -> "Address":
-        """Return the address for a URL, or for the path of a unix socket.
+        """Return the address for a URL, or for the path of a unix socket, such as ``unix:/run/oocgemm.sock``.
 
-        Args:
-            text: such as ``https://gpu1:8642``, ``/run/oocgemm.sock`` or ``unix:/run/oocgemm.sock``. None
-                means $OOCGEMM_SERVICE, and else the default socket.
-
-        Raises:
-            InputError: it is no such address.
+        None means $OOCGEMM_SERVICE, and else the default socket. Raises `InputError`.
         """
         text = text or os.environ.get(SERVICE) or str(default_socket())
         if "://" not in text or text.startswith("unix:"):
@@ -198,9 +188,8 @@ class Transport:
             patience: how long to repeat the request, in seconds.
             answer_seconds: how long to wait for each part of an answer, in seconds.
 
-        Raises:
-            UnavailableError: the connection was lost for longer than that, or there never was one.
-            AccessError: the socket or the certificate of the server forbids the connection.
+        Raises `UnavailableError` if there is no connection for longer than that, and `AccessError` if the
+        socket or the certificate of the server forbids it.
         """
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         backoff, lost = Backoff(patience), False
@@ -293,12 +282,7 @@ def _reason(error: Exception) -> str:
 
 
 def error_of(status: int, body: bytes) -> OocGemmError:
-    """Return the exception for a response.
-
-    Args:
-        status: the HTTP status, 400 or above.
-        body: the body of the response. One that is no problem document becomes a `ServiceError`.
-    """
+    """Return the exception for a response whose status is 400 or more."""
     problem = _object(body)
     slug = str(problem.get("type", "")).rpartition("/")[2]
     message = MESSAGES.get(slug) or str(problem.get("detail") or problem.get("title") or "")
@@ -358,16 +342,8 @@ def parse(lines: Iterable[bytes]) -> Iterator[Message]:
 def messages(transport: Transport, path: str, patience: float = LONG_PATIENCE) -> Iterator[Message]:
     """Yield all events of a path, from the first one that is stored. The stream never ends by itself.
 
-    After a lost connection, the stream continues with the event after the last one.
-
-    Args:
-        transport: sends the requests.
-        path: such as ``/v1/jobs/ID/events``.
-        patience: how long to connect again without an event, in seconds.
-
-    Raises:
-        UnavailableError: the connection was lost for longer than that.
-        OocGemmError: the server refuses the stream.
+    After a lost connection, the stream continues with the event after the last one. Raises `UnavailableError`
+    if there was no event for `patience` seconds, or what the server answers.
     """
     last, backoff = "0", Backoff(patience)
     failed: Exception | None = None

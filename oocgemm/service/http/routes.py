@@ -342,20 +342,6 @@ def _version(tag: str | None) -> int | None:
 def _submit(
     service: Service, bodies: list[JobBody], user: Identity, key: str | None, digest: str, turn: Turn
 ) -> list[JobRecord]:
-    """Plan and store jobs, all or none.
-
-    Args:
-        service: the service.
-        bodies: the jobs.
-        user: their owner.
-        key: the Idempotency-Key of the request, if it has one.
-        digest: the SHA-256 of the request.
-        turn: of the request, in which each job is planned.
-
-    Raises:
-        TooManyJobsError: the owner has too many jobs.
-        OocGemmError: as `plan_job` and `Store.submit` raise them.
-    """
     store = service.store
     if key is not None and (found := store.earlier(user.name, key, digest)) is not None:
         return found
@@ -404,13 +390,7 @@ def _new_jobs(service: Service, bodies: list[JobBody], user: Identity, turn: Tur
 
 
 def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:
-    """Plan a job.
-
-    Raises:
-        PathError: a path is not allowed.
-        InputError: the product is impossible.
-        BudgetError: the budgets, or the limits of the service, are too small.
-    """
+    """Plan a job. Raises `PathError` for a path that is not allowed, and what `Planner.plan` raises."""
     paths = {name: str(resolve(service.roots, getattr(body, name), write=name == "c")) for name in "abc"}
     spec: dict[str, Any] = {**paths, "options": dict(body.options)}
     try:
@@ -491,10 +471,7 @@ def _answers(media: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _file(service: Service, path: Path, asked: str | None, media: str) -> Response:
-    """Return a file with the paths that users know, or a range of its bytes. The file may be growing.
-
-    The last line is left out until it is complete: a path may be written in two parts.
-    """
+    """Return the complete lines of a file that may grow, or a range, with paths that users know."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -84,10 +84,7 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Identity:
-    """A user: the owner of the jobs that they submit. `local` users have connected to the unix socket.
-
-    `token` is the id of the token with which they have identified themselves.
-    """
+    """A user: the owner of the jobs that they submit. `local` users have no token, but the unix socket."""
 
     name: str
     scope: Scope
@@ -130,15 +127,10 @@ class Tokens(JobStore):
     """The tokens in the database of a service. Only their SHA-256 is stored."""
 
     def create(self, name: str, scope: Scope, expires: float | None = None) -> tuple[AccessToken, str]:
-        """JobStore a new token; return it and its secret, which cannot be read again. Delete expired ones.
+        """Store a new token; return it and its secret, which cannot be read again. Delete expired ones.
 
-        Args:
-            name: the owner of the jobs that are submitted with it.
-            scope: what its holder may do.
-            expires: when it ends, in seconds since 1970; None for never.
-
-        Raises:
-            InputError: the name is empty, longer than 64 characters, or cannot be printed.
+        Raises `InputError` if the name of its owner is empty, longer than 64 characters, or cannot be
+        printed.
         """
         if not 0 < len(name) <= 64 or not name.isprintable():
             raise InputError(f"the name of a token must be 1 to 64 printable characters, not {name!r}")
@@ -198,9 +190,8 @@ class Tokens(JobStore):
 
 
 class LoginCode:
-    """The code with which the user of the server signs in in a browser.
+    """The code with which the user of the server signs in in a browser: once, within `LOGIN_SECONDS`.
 
-    It is valid once, for `LOGIN_SECONDS`.
     `changed` is called with the next code after each use, also after one that came too late.
     """
 
@@ -324,8 +315,8 @@ class _Receiving:
 class _Sending:
     """Sends an answer with the headers that all answers have, unless it has others of the same name.
 
-    Clients that send a body may read no answer before, so the rest of it is received first. If it exceeds the
-    limits, the connection is closed. Else, the client could keep it by sending a body for ever.
+    Clients may read no answer before they have sent their body, so the rest of it is received first. If it
+    exceeds the limits, the connection is closed, which a client could keep else by sending for ever.
     """
 
     def __init__(self, send: Send, receiving: _Receiving) -> None:

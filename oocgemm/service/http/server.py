@@ -186,13 +186,8 @@ class _Server(uvicorn.Server):
 def serve(config: Config, ready: Callable[[Service, list[str]], None]) -> None:
     """Run a server until SIGTERM or SIGINT. Jobs go on, and the next server finds them.
 
-    Args:
-        config: what `oocgemm serve` was told.
-        ready: called with the service and its addresses when it can be reached: the path of the unix
-            socket, and the URL of the TCP socket with a code to sign in once.
-
-    Raises:
-        OocGemmError: as `open_service` raises it, or an address cannot be used.
+    `ready` is called with the service and its addresses when it can be reached. Raises what `open_service`
+    raises, and `InputError` if an address cannot be used.
     """
     service = open_service(config)
     sys.setswitchinterval(SWITCH_SECONDS)

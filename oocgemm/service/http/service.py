@@ -195,24 +195,11 @@ logger = logging.getLogger("oocgemm")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The configuration of a server.
+    """What `oocgemm serve` was told: its options.
 
-    Attributes:
-        state: the state folder. It is created with mode 0700.
-        roots: the folders of operands and results, by name.
-        socket: the path of the unix socket.
-        listen: host and port of the TCP socket; None for none. Port 0 is any free port.
-        allow_remote: whether `listen` may be beyond loopback.
-        behind_proxy: whether a proxy in front of this server ends TLS.
-        certificate, key: PEM files for TLS; None for plain HTTP.
-        hosts: further host names that a request may have in its Host header.
-        confine: whether jobs are restricted to the roots by Landlock.
-        backend: ``auto``, ``cuda`` or ``host``.
-        device_memory, host_memory, disk_quota: limits for all running jobs, in bytes or as "8GiB"; None for
-            the defaults of `limits.limits`.
-        share_device: whether several jobs run on a device at a time.
-        keep_warm: seconds for which the process of a job is kept for the next one; 0 for no time.
-        max_jobs: jobs of one owner that have not ended. More are refused.
+    `listen` is host and port of the TCP socket, where port 0 is any free one. `certificate` and `key` are PEM
+    files. `hosts` are further names that requests may have in their Host header. Sizes are in bytes or as
+    "8GiB"; None is for the defaults of `limits.limits`. `max_jobs` of one owner may be unfinished.
     """
 
     state: Path
@@ -322,20 +309,7 @@ class Feed:
 
 @dataclass(eq=False)
 class Service:
-    """The service of a state folder.
-
-    Attributes:
-        config: what `oocgemm serve` was told.
-        store: the jobs and tokens.
-        dispatcher: starts the jobs.
-        planner: plans them.
-        backend: the backend of all jobs.
-        devices: the devices of the machine.
-        fixed: what jobs may occupy, as found at the start.
-        login: the code with which the user of the server signs in.
-        feed: wakes requests that wait for changes.
-        plans: the requests that plan jobs.
-    """
+    """The service of a state folder. `fixed` is what jobs may occupy, as found at the start."""
 
     config: Config
     store: Tokens
@@ -425,10 +399,7 @@ class Service:
         return [self.view(job, needs[job.id]) for job in jobs]
 
     def queue(self, limit: int) -> QueueView:
-        """Return the jobs that have not ended, with at most `limit` of those that wait.
-
-        Of the queued jobs, these are the ones that are considered now.
-        """
+        """Return the jobs that have not ended, with the first `limit` of those that wait."""
         starts = self.dispatcher.starts
         queued = sorted(
             (job for job, _ in self.store.waiting()),
@@ -518,11 +489,9 @@ def _current(config: Config, fixed: Limits) -> Limits:
 def open_service(config: Config) -> Service:
     """Take over a state folder. On a GPU, this takes seconds.
 
-    Raises:
-        BackendError: a device cannot be opened.
-        InputError: a limit exceeds what the machine has, jobs cannot be confined, or another server uses
-            the state folder.
-        DatabaseError: the database cannot be opened.
+    Raises `BackendError` if a device cannot be opened, `DatabaseError` if the database cannot, and
+    `InputError` if a limit exceeds what the machine has, jobs cannot be confined, or another server uses the
+    state folder.
     """
     if config.confine and not abi():
         raise InputError(

@@ -319,15 +319,7 @@ RETRY_SECONDS = {429: 60, 503: 1}
 def problem(
     slug: str, detail: str, status: int | None = None, headers: dict[str, str] | None = None, **more: Any
 ) -> Response:
-    """Return the response for a problem.
-
-    Args:
-        slug: a key of `PROBLEMS`.
-        detail: what is wrong in this case, and the remedy.
-        status: another status than that of the slug.
-        headers: of the response.
-        more: further members of the document.
-    """
+    """Return the response for a problem, a key of `PROBLEMS`, with further members of its document."""
     kind = PROBLEMS[slug]
     status = status or kind.status
     sent = dict(headers or {})
