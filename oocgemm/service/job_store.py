@@ -123,7 +123,7 @@ class NewJob:
     priority: int = 0
     max_attempts: int = 3
     deadline: float | None = None
-    needs: tuple[str, ...] = ()
+    needs: Sequence[str] = ()
     held: bool = False
 
 

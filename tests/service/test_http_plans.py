@@ -1,5 +1,6 @@
 """Requests that plan jobs wait in a few threads of their own, in turn, and delay no other request."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -10,14 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from oocgemm.service.http.service import MAX_PLANS_OF_USER, Turns
-from oocgemm.service.protocol import UnavailableError
+from oocgemm.service.http.service import MAX_PLANS_OF_USER, Plans
 from tests.support.real_server import JOB, RealServer, running_server
 
 BODY = json.dumps(JOB | {"c": "out:C.npy"})
@@ -101,44 +101,55 @@ def test_a_request_whose_client_has_gone_is_dropped(tmp_path: Path) -> None:
         with _sent(server, MAX_PLANS_OF_USER):
             time.sleep(0.5)
         time.sleep(0.5)
-        # One of them is being planned. The others wait no longer, so there is room for as many.
-        with _sent(server, MAX_PLANS_OF_USER) as sent:
+        # None of them waits any longer, so there is room for as many.
+        with _sent(server, MAX_PLANS_OF_USER + 1) as sent:
             assert [reply.status for reply in _answers(sent, 1)] == [503]
 
 
 def test_users_get_turns_one_after_the_other() -> None:
-    turns, order, never = Turns(), list[str](), threading.Event()
-    free = threading.Event()
+    order, free = list[str](), threading.Event()
 
     def take(user: str) -> None:
-        with turns.turn(user, never):
-            free.wait(10)
-            order.append(user)
+        free.wait(10)
+        order.append(user)
 
-    with ThreadPoolExecutor(16) as pool:
-        for user in ("first", *("greedy",) * 6, "modest", "modest", "late"):
-            pool.submit(take, user)
-            time.sleep(0.02)
+    async def main() -> None:
+        plans = Plans()
+        users = ("first", *("greedy",) * 6, "modest", "modest", "late")
+        tasks = [asyncio.create_task(plans.turn(user, partial(take, user))) for user in users]
+        await asyncio.sleep(0.05)
+        assert order == []
         free.set()
+        await asyncio.gather(*tasks)
+        plans.close()
+
+    asyncio.run(main())
     assert order == ["first", "greedy", "modest", "late", "greedy", "modest", *("greedy",) * 4]
 
 
-def test_a_turn_that_is_dropped_is_not_taken() -> None:
-    turns, dropped, never = Turns(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("late", [False, True])
+def test_a_turn_that_is_cancelled_goes_to_the_next(late: bool) -> None:
+    free = threading.Event()
 
-    def take() -> str:
-        with turns.turn("user", dropped):
-            return "taken"
+    async def main() -> None:
+        plans = Plans()
+        first = asyncio.create_task(plans.turn("one", partial(free.wait, 10)))
+        waiting = [asyncio.create_task(plans.turn("other", lambda: "taken")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        if late:  # when it has been called, and before it goes on
+            plans._call()
+        waiting[0].cancel()
+        if not late:
+            first.cancel()  # its thread goes on, and no other one begins
+            await asyncio.sleep(0.05)
+            assert not waiting[1].done()
+        free.set()
+        assert await asyncio.wait_for(waiting[1], 10) == "taken"
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        plans.close()
 
-    with ThreadPoolExecutor(1) as pool:
-        with turns.turn("other", never):
-            waiting = pool.submit(take)
-            time.sleep(0.05)
-            turns.drop(dropped)
-            with pytest.raises(UnavailableError):
-                waiting.result(10)
-        with turns.turn("user", never):
-            pass
+    asyncio.run(main())
 
 
 @pytest.mark.timeout(60)

@@ -1,6 +1,6 @@
 """The routes of jobs, of their files, of the machine, of the page, and of the stream of changes.
 
-A request that submits jobs is planned in the turns of its user (`turns`).
+A request that submits jobs is planned in the turns of its user (`Plans`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from pydantic import BaseModel
 from oocgemm.errors import OocGemmError
 from oocgemm.service.backfill import Waiting
 from oocgemm.service.http.security import COOKIE, SESSION_SECONDS, Identity, Scope
-from oocgemm.service.http.service import Service, Shared, Turn, User
+from oocgemm.service.http.service import Service, Shared, User
 from oocgemm.service.http.views import (
     BatchBody,
     BatchView,
@@ -218,9 +218,9 @@ def job_routes() -> APIRouter:
         """
         if dry:
             response.status_code = 200
-            return await service.plans.run(request, user.name, partial(_dry_run, service, body, user))
+            return await service.plans.run(request, user.name, _dry_run(service, body, user))
         digest = sha256(await request.body()).hexdigest()
-        work = partial(_submit, service, [body], user, key, digest)
+        work = _submit(service, [body], user, key, digest)
         jobs = await service.plans.run(request, user.name, work)
         response.headers["Location"] = f"/v1/jobs/{jobs[0].id}"
         return _sent(response, (await run_in_threadpool(service.views, jobs))[0])
@@ -231,7 +231,7 @@ def job_routes() -> APIRouter:
     ) -> BatchView:
         """Submit jobs, all or none."""
         digest = sha256(await request.body()).hexdigest()
-        work = partial(_submit, service, body.jobs, user, key, digest)
+        work = _submit(service, body.jobs, user, key, digest)
         jobs = await service.plans.run(request, user.name, work)
         return BatchView(jobs=await run_in_threadpool(service.views, jobs))
 
@@ -339,27 +339,36 @@ def _version(tag: str | None) -> int | None:
     return int(number) if number.isascii() and number.isdecimal() and len(number) < 18 else -1
 
 
-def _submit(
-    service: Service, bodies: list[JobBody], user: Identity, key: str | None, digest: str, turn: Turn
+async def _submit(
+    service: Service, bodies: list[JobBody], user: Identity, key: str | None, digest: str
 ) -> list[JobRecord]:
+    """Plan jobs in turns, and store all or none. `digest` is the SHA-256 of the request, `key` its key."""
     store = service.store
-    if key is not None and (found := store.earlier(user.name, key, digest)) is not None:
+
+    async def earlier() -> list[JobRecord] | None:
+        return None if key is None else await run_in_threadpool(store.earlier, user.name, key, digest)
+
+    if (found := await earlier()) is not None:
         return found
     try:
-        return store.submit(_new_jobs(service, bodies, user, turn), key, digest, user.name)
+        new = await _new_jobs(service, bodies, user)
+        return await run_in_threadpool(store.submit, new, key, digest, user.name)
     except OocGemmError:
         # The same request may have been carried out meanwhile. Its job, or its C, is the reason then.
-        if key is not None and (found := store.earlier(user.name, key, digest)) is not None:
+        if (found := await earlier()) is not None:
             return found
         raise
 
 
-def _dry_run(service: Service, body: JobBody, user: Identity, turn: Turn) -> PlanView:
+async def _dry_run(service: Service, body: JobBody, user: Identity) -> PlanView:
     """Return the plan of a job that is not submitted. Raises what `_new_job` raises."""
-    with turn():
+
+    def plan() -> tuple[NewJob, float | None]:
         job = _new_job(service, body, user)
         waiting = Waiting("~", job.owner, job.priority, time.time(), job.need, job.seconds)
-        start = None if body.held or body.needs else service.dispatcher.predict(waiting)
+        return job, None if body.held or body.needs else service.dispatcher.predict(waiting)
+
+    job, start = await service.plans.turn(user.name, plan)
     return PlanView(
         plan=job.plan,
         device_bytes=job.need.device,
@@ -370,8 +379,8 @@ def _dry_run(service: Service, body: JobBody, user: Identity, turn: Turn) -> Pla
     )
 
 
-def _new_jobs(service: Service, bodies: list[JobBody], user: Identity, turn: Turn) -> list[NewJob]:
-    limit, present = service.config.max_jobs, service.store.unfinished(user.name)
+async def _new_jobs(service: Service, bodies: list[JobBody], user: Identity) -> list[NewJob]:
+    limit, present = service.config.max_jobs, await run_in_threadpool(service.store.unfinished, user.name)
     if present + len(bodies) > limit:
         raise TooManyJobsError(
             f"{user.name} has {present} jobs that have not ended, and {limit} are allowed: wait for some, or "
@@ -380,8 +389,7 @@ def _new_jobs(service: Service, bodies: list[JobBody], user: Identity, turn: Tur
     jobs = []
     for number, body in enumerate(bodies):
         try:
-            with turn():
-                jobs.append(_new_job(service, body, user))
+            jobs.append(await service.plans.turn(user.name, partial(_new_job, service, body, user)))
         except OocGemmError as error:
             if len(bodies) > 1:
                 error.args = (f"job #{number}: {error}",)
@@ -406,12 +414,7 @@ def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:
         need=found.need,
         seconds=found.seconds,
         c_path=found.spec["c"],
-        name=body.name,
-        priority=body.priority,
-        max_attempts=body.max_attempts,
-        deadline=body.deadline,
-        needs=tuple(body.needs),
-        held=body.held,
+        **body.model_dump(exclude={"a", "b", "c", "options"}),
     )
 
 
