@@ -18,7 +18,7 @@ from oocgemm.cli.display import (
     print_report,
     print_tuning,
 )
-from oocgemm.cli.parameters import Size, option
+from oocgemm.cli.parameters import PRODUCT, option
 from oocgemm.cli.process import JSON, print_json, taking
 from oocgemm.cli.queue import SERVICE, SHORT, JobId, find
 from oocgemm.jobs.prepare import budgets_of
@@ -121,7 +121,7 @@ def bench_group() -> None:
     "shapes",
     multiple=True,
     metavar="MxNxK",
-    type=Size(),
+    type=PRODUCT,
     help="Product to time, such as 4096x4096x1024; may be repeated.  [default: many shapes]",
 )
 @click.option(

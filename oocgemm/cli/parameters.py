@@ -79,30 +79,25 @@ class Place(click.ParamType[str]):
         return [CompletionItem(incomplete, type="file")]
 
 
-class Chunks(click.ParamType[tuple[int, int]]):
-    """The extents of a chunk, written ROWSxCOLUMNS."""
+class Extents(click.ParamType[tuple[int, ...]]):
+    """Extents, written as the name says. Errors say `what` they are, with the `form` and an example."""
 
-    name = "RxC"
+    def __init__(self, name: str, what: str, form: str, example: str) -> None:
+        self.name, self._what, self._form, self._example = name, what, form, example
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         parts = str(value).lower().split("x")
-        if len(parts) != 2 or not all(p.isdecimal() and int(p) for p in parts):
-            self.fail(f"{value!r} is not a chunk shape: write ROWSxCOLUMNS, such as 1024x1024", param, ctx)
-        return int(parts[0]), int(parts[1])
+        if len(parts) != self.name.count("x") + 1 or not all(p.isdecimal() and int(p) for p in parts):
+            message = f"{value!r} is not {self._what}: write {self._form}, such as {self._example}"
+            self.fail(message, param, ctx)
+        return tuple(map(int, parts))
 
 
-class Size(click.ParamType[tuple[int, int, int]]):
-    """The extents of a product, written MxNxK: an M x K matrix times a K x N matrix."""
-
-    name = "MxNxK"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int, int]:
-        parts = str(value).lower().split("x")
-        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
-            self.fail(f"{value!r} is not a product: write MxNxK, such as 4096x4096x1024", param, ctx)
-        return int(parts[0]), int(parts[1]), int(parts[2])
+# Of a chunk; of an M x K matrix times a K x N matrix.
+CHUNKS = Extents("RxC", "a chunk shape", "ROWSxCOLUMNS", "1024x1024")
+PRODUCT = Extents("MxNxK", "a product", "MxNxK", "4096x4096x1024")
 
 
 class Workers(click.ParamType[tuple[int, ...]]):
@@ -170,7 +165,7 @@ def _type(found: Option, types: frozenset[Any]) -> Any:
         return click.Choice(found.choices)
     if types == {int}:
         return int if found.least is found.most is None else click.IntRange(found.least, found.most)
-    known = {float: float, complex: Scalar(), Transform: Changes(), tuple[int, int]: Chunks()}
+    known = {float: float, complex: Scalar(), Transform: Changes(), tuple[int, int]: CHUNKS}
     known |= {os.PathLike[str]: click.Path(dir_okay=False)}
     return next((kind for each, kind in known.items() if each in types), str)
 

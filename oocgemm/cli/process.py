@@ -59,12 +59,9 @@ def snake_keys(value: Any) -> Any:
     {'emulated_float64': [{'multiplied_by': 'blas'}], 'A': 1}
     """
     if isinstance(value, dict):
-        return {_snake(key): snake_keys(one) for key, one in value.items()}
+        keys = (key.replace(" ", "_").lower() if " " in str(key) else key for key in value)
+        return dict(zip(keys, map(snake_keys, value.values()), strict=True))
     return [snake_keys(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _snake(key: Any) -> Any:
-    return key.replace(" ", "_").lower() if isinstance(key, str) and " " in key else key
 
 
 def print_note(message: str) -> None:

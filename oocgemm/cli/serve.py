@@ -4,7 +4,8 @@ import os
 import stat
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -74,9 +75,12 @@ LOGIN = "login-url"
     help="Unfinished jobs per user.",
 )
 @click.option(
-    "--backend", type=click.Choice(["auto", "cuda", "host"]), default="auto", show_default=True,
+    "--backend",
+    type=click.Choice(["auto", "cuda", "host"]),
+    default="auto",
+    show_default=True,
     help="What computes the jobs.",
-)  # fmt: skip
+)
 @click.option("--no-confine", is_flag=True, help="Do not restrict jobs to the roots by Landlock.")
 def serve(
     state: Path | None,
@@ -217,8 +221,6 @@ def revoke(id_: str, state: Path | None) -> None:
 
 
 def _tokens(state: Path | None) -> Any:
-    from contextlib import closing
-
     try:
         from oocgemm.service.http.security import Tokens
         from oocgemm.service.http.service import DATABASE, make_state
@@ -234,10 +236,4 @@ def _missing(error: ImportError) -> InputError:
 
 
 def _shown(made: Any) -> dict[str, Any]:
-    return {
-        "id": made.id,
-        "name": made.name,
-        "scope": made.scope.name.lower(),
-        "expires": made.expires,
-        "last_used": made.last_used,
-    }
+    return asdict(made) | {"scope": made.scope.name.lower()}

@@ -88,11 +88,6 @@ class Process:
     code: int | None = None
 
     @property
-    def started(self) -> bool:
-        """Whether this server has started it."""
-        return self.folder is not None
-
-    @property
     def dead(self) -> bool:
         """Whether the process has ended."""
         # Unlike select(2), poll(2) takes descriptors above 1023: a server may have many connections.
@@ -100,7 +95,7 @@ class Process:
         asking.register(self.handle, select.POLLIN)
         if not asking.poll(0):
             return False
-        if self.started and self.code is None:
+        if self.folder is not None and self.code is None:
             found = os.waitid(os.P_PIDFD, self.handle, os.WEXITED)
             assert found is not None
             self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
@@ -203,20 +198,16 @@ def _prepare(folder: Path, attempt: int, spec: dict[str, Any]) -> None:
         os.close(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     if needs_before(spec["options"]):
         for made in (folder, folder.parent):  # so that the files are there after a power failure
-            _make_durable(made)
+            descriptor = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.pwrite(lock, b"%020d" % attempt, 0)
     finally:
         os.close(lock)
-
-
-def _make_durable(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def clear(process: Process) -> None:
@@ -227,13 +218,6 @@ def clear(process: Process) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def bury(process: Process) -> None:
-    """Forget a process that has ended, and delete its folder."""
-    process.close()
-    if process.folder is not None:
-        shutil.rmtree(process.folder, ignore_errors=True)
 
 
 def remove_folders(workers: Path) -> None:
@@ -344,7 +328,7 @@ class WorkerPool:
     def rest(self, process: Process, device: int, spec: dict[str, Any], *, reuse: bool) -> None:
         """Take back a worker whose job has ended. It waits for the next job if `reuse`, or it ends."""
         kept = KEPT if spec["options"]["backend"] == "cuda" else Need()
-        if process.idle and process.started:
+        if process.idle and process.folder is not None:
             clear(process)
         if reuse and process.idle and self._keep > 0 and device not in self._idle:
             self._idle[device] = process, kept, self._clock()
@@ -378,7 +362,9 @@ class WorkerPool:
                 self._end_idle(device)
         for each in [each for each in self._ending if each[0].dead]:
             self._ending.remove(each)
-            bury(each[0])
+            each[0].close()
+            if each[0].folder is not None:
+                shutil.rmtree(each[0].folder, ignore_errors=True)
 
     def close(self) -> None:
         """Let all workers end."""
@@ -438,7 +424,7 @@ class Dispatcher:
         store.observers.append(self._wake)
 
     def close(self) -> None:
-        """Give the state folder to another server. WorkerPool go on until their jobs have ended."""
+        """Give the state folder to another server. Workers go on until their jobs have ended."""
         self._store.observers.remove(self._wake)
         for process in self._processes.values():
             process.close()
@@ -520,7 +506,7 @@ class Dispatcher:
             self._finish(job, result_of(folder, job.attempt), code, known=known)
             self._forget(job)
         elif job.state is State.STARTING:
-            if has_begun(folder, job.attempt) or not process.started:
+            if has_begun(folder, job.attempt) or process.folder is None:
                 self._store.move(job, State.RUNNING, started=self._clock())
         elif job.state in (State.CANCELLING, State.PAUSING):
             self._end(job, process)
@@ -557,43 +543,35 @@ class Dispatcher:
                 job = self._store.move(job, State.RUNNING, started=started)
             if job.started is not None:
                 self._store.charge(job.owner, max(0.0, self._clock() - job.started))
-            self._conclude(job, result, code, known=known)
-
-    def _conclude(
-        self, job: JobRecord, result: dict[str, Any] | None, code: int | None, *, known: bool
-    ) -> None:
-        status = result["exit_code"] if result is not None else code
-        new = [] if result is None else result.get("warnings", [])
-        warned = {"warnings": list(dict.fromkeys([*job.warnings, *new]))}
-        if result is not None and status == 0:
-            self._store.move(job, State.SUCCEEDED, exit_code=0, result=result, error=None, **warned)
-            return
-        why = _why(result, code)
-        if job.state is State.CANCELLING:
-            self._store.move(job, State.CANCELLED, exit_code=status, error=job.error, **warned)
-        elif status in HOPELESS:
-            self._store.move(job, State.FAILED, exit_code=status, error=why, **warned)
-        elif job.state is State.PAUSING:
-            self._store.move(job, State.PAUSED, **warned)
-        elif status in (BUSY, STOPPED) or not known:
-            # It did not fail on its own: the machine was booted, or someone stopped it.
-            self._store.move(job, State.QUEUED, started=None, **warned)
-        elif job.failures + 1 >= job.max_attempts:
-            failed = {"failures": job.failures + 1, "exit_code": status, "error": why}
-            self._store.move(job, State.FAILED, **failed, **warned)
-        else:
-            at = self._clock() + RETRY * RETRY_FACTOR**job.failures
-            failed = {"failures": job.failures + 1, "exit_code": status, "error": why}
-            self._store.move(job, State.QUEUED, not_before=at, started=None, **failed, **warned)
+            status = result["exit_code"] if result is not None else code
+            failed = {"exit_code": status, "error": _why(result, code)}
+            counted = failed | {"failures": job.failures + 1}
+            if result is not None and status == 0:
+                to, values = State.SUCCEEDED, {"exit_code": 0, "result": result, "error": None}
+            elif job.state is State.CANCELLING:
+                to, values = State.CANCELLED, {"exit_code": status, "error": job.error}
+            elif status in HOPELESS:
+                to, values = State.FAILED, failed
+            elif job.state is State.PAUSING:
+                to, values = State.PAUSED, {}
+            elif status in (BUSY, STOPPED) or not known:
+                # It did not fail on its own: the machine was booted, or someone stopped it.
+                to, values = State.QUEUED, {"started": None}
+            elif job.failures + 1 >= job.max_attempts:
+                to, values = State.FAILED, counted
+            else:
+                at = self._clock() + RETRY * RETRY_FACTOR**job.failures
+                to, values = State.QUEUED, counted | {"not_before": at, "started": None}
+            new = [] if result is None else result.get("warnings", [])
+            self._store.move(job, to, **values, warnings=list(dict.fromkeys([*job.warnings, *new])))
 
     def _check_deadlines(self) -> None:
         now = self._clock()
         for job in self._store.overdue(now):
-            error = "the deadline has passed"
             with suppress(StaleError):
                 if job.state in (State.QUEUED, State.STARTING, State.RUNNING):
                     to = State.FAILED if job.state is State.QUEUED else State.CANCELLING
-                    self._store.move(job, to, error=error)
+                    self._store.move(job, to, error="the deadline has passed")
 
     # Starting
 

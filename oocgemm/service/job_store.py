@@ -94,12 +94,10 @@ _NEEDING = _WAITING.format("by_state", _NEEDS)
 _OWNERS = "SELECT DISTINCT owner FROM jobs INDEXED BY queue WHERE state = 'queued'"
 
 # Columns that a change of state may set.
-_COLUMNS = frozenset(
-    {
-        *("reason", "device", "attempt", "failures", "not_before", "started", "ended"),
-        *("exit_code", "error", "result", "warnings"),
-    }
-)
+_COLUMNS = {
+    *("reason", "device", "attempt", "failures", "not_before", "started", "ended", "exit_code", "error"),
+    *("result", "warnings"),
+}
 # The digits of ids.
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
@@ -222,8 +220,8 @@ class JobStore:
             return self._db.execute(query, values).fetchall()
 
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Begin a transaction, or join that of this thread. Commit it, or roll it back after an error."""
+    def together(self) -> Iterator[sqlite3.Connection]:
+        """Begin a transaction, or join that of this thread. Commit it, with one flush, or roll it back."""
         with self._errors(), self._lock:
             if self._db.in_transaction:
                 yield self._db
@@ -240,12 +238,6 @@ class JobStore:
             self._changed.notify_all()
             for tell in self.observers:
                 tell()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Make all changes in the `with` block one transaction, which takes a single flush of the disk."""
-        with self._writing():
-            yield
 
     def _event(self, job: str, kind: str, **data: object) -> None:
         self._db.execute(
@@ -300,10 +292,8 @@ class JobStore:
     def some(self, jobs: Sequence[str]) -> list[JobRecord]:
         """Return the jobs with these ids, in this order. Those that do not exist are left out."""
         marks = ", ".join("?" * len(jobs))
-        found = {
-            row["id"]: JobRecord.of(row)
-            for row in self._read(f"SELECT * FROM jobs WHERE id IN ({marks})", *jobs)
-        }
+        rows = self._read(f"SELECT * FROM jobs WHERE id IN ({marks})", *jobs)
+        found = {row["id"]: JobRecord.of(row) for row in rows}
         return [found[job] for job in jobs if job in found]
 
     def active(self) -> list[JobRecord]:
@@ -398,7 +388,7 @@ class JobStore:
         nothing is stored. Raises `KeyReusedError` if it was for another request, `ConflictError` if a live
         job writes the same C, and `UnknownJobError` if a job is needed that does not exist.
         """
-        with self._writing() as db:
+        with self.together() as db:
             if key is not None and (found := self.earlier(owner, key, body_sha256)) is not None:
                 return found
             ids: list[str] = []
@@ -463,14 +453,13 @@ class JobStore:
         """
         assert to in FOLLOWING[job.state], f"{job.state} -> {to}"
         assert _COLUMNS.issuperset(values), values
-        if "result" in values and values["result"] is not None:
-            values["result"] = json.dumps(values["result"])
-        if "warnings" in values:
-            values["warnings"] = json.dumps(values["warnings"])
+        for name in ("result", "warnings"):
+            if values.get(name) is not None:
+                values[name] = json.dumps(values[name])
         if to in FINAL:
             values.setdefault("ended", self._clock())
         names = "".join(f", {name} = ?" for name in values)
-        with self._writing() as db, self._one_writer(job.c_path):
+        with self.together() as db, self._one_writer(job.c_path):
             done = db.execute(
                 f"UPDATE jobs SET state = ?, version = version + 1{names} "
                 "WHERE id = ? AND state = ? AND attempt = ?",
@@ -478,10 +467,8 @@ class JobStore:
             )
             if not done.rowcount:
                 raise StaleError(f"job {job.id} is no longer {job.state} in attempt {job.attempt}")
-            data = {
-                name: values[name] for name in ("attempt", "device", "error", "exit_code") if name in values
-            }
-            self._event(job.id, to, **data)
+            told = ("attempt", "device", "error", "exit_code")
+            self._event(job.id, to, **{name: values[name] for name in told if name in values})
             return self.get(job.id)
 
     def request(self, job: str, action: Action) -> JobRecord:
@@ -508,7 +495,7 @@ class JobStore:
         Raises `StaleError` if the job does not have this version, and `ConflictError` if it has ended.
         """
         assert {"priority", "deadline", "max_attempts"}.issuperset(values), values
-        with self._writing() as db:
+        with self.together() as db:
             found = self.get(job)
             if version is not None and found.version != version:
                 raise StaleError(f"job {job} has version {found.version}, not {version}: read it again")
@@ -521,7 +508,7 @@ class JobStore:
 
     def explain(self, reasons: dict[str, Reason | None]) -> None:
         """Store why queued jobs wait. This is no event, and does not change a job's version."""
-        with self._writing() as db:
+        with self.together() as db:
             db.executemany(
                 "UPDATE jobs SET reason = ? WHERE id = ? AND state = ?",
                 [(reason, job, State.QUEUED) for job, reason in reasons.items()],
@@ -529,7 +516,7 @@ class JobStore:
 
     def delete(self, job: str) -> None:
         """Delete the records of a job. Raises `ConflictError` if it has not ended, or is needed."""
-        with self._writing() as db:
+        with self.together() as db:
             found = self.get(job)
             if found.state not in FINAL:
                 raise ConflictError(f"job {job} is {found.state}: cancel it before you delete it")
@@ -547,7 +534,7 @@ class JobStore:
     def charge(self, owner: str, seconds: float) -> None:
         """Add device seconds to the usage of an owner."""
         now = self._clock()
-        with self._writing() as db:
+        with self.together() as db:
             row = db.execute("SELECT * FROM usage WHERE owner = ?", (owner,)).fetchone()
             total = seconds + (_decayed(row, now) if row else 0.0)
             db.execute("INSERT OR REPLACE INTO usage VALUES (?, ?, ?)", (owner, total, now))

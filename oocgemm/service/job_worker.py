@@ -80,7 +80,7 @@ LIVE_SECONDS = 0.5
 FLOCK = "hhqqi0q"
 # Exit statuses beside those of `oocgemm run`: another process has the lock, or SIGTERM stopped the job.
 BUSY, STOPPED = 75, 143
-# Advice of a run, and what a job says instead.
+# Advice of a run, and what a job says instead, which always resumes and has no option for that.
 _ADVICE = (
     (" in place of --resume", ""),
     ("drop --resume to start from the present C", "submit a new job to start from the present C"),
@@ -95,7 +95,8 @@ UNHARMED = frozenset({0, 2, 3})
 def main(folder: Path) -> int:
     """Run the orders of a server; return the exit status of the process."""
     server = socket.socket(fileno=os.dup(0))
-    _close_input()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     try:
         # A later server removes the folder if it is not locked. It is locked until this process ends.
         fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
@@ -129,12 +130,6 @@ def main(folder: Path) -> int:
 def _stop(signum: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-def _close_input() -> None:
-    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    os.dup2(nothing, 0)
-    os.close(nothing)
 
 
 def _receive(server: socket.socket) -> dict[str, Any] | None:
@@ -217,25 +212,14 @@ def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
                 progress=_noting(order["attempt"], tiles.write, folder / LIVE),
             )
     except (OocGemmError, MemoryError, OSError) as error:
-        text = _for_jobs(str(error)) or type(error).__name__
+        text = str(error) or type(error).__name__
+        for found, shown in _ADVICE:
+            text = text.replace(found, shown)
         print(f"Error: {text}", file=sys.stderr)
         code = 3 if isinstance(error, BudgetError) else 2 if isinstance(error, InputError) else 1
         return {"exit_code": code, "error": text}
-    wall = result.log.wall / 1e9
-    return {
-        "exit_code": 0,
-        "error": None,
-        "seconds": wall,
-        "flops": result.plan.flops,
-        "kept_tiles": len(result.plan.done),
-    }
-
-
-def _for_jobs(message: str) -> str:
-    """Return the message of an error of a run for a job, which always resumes and has no option for that."""
-    for found, shown in _ADVICE:
-        message = message.replace(found, shown)
-    return message
+    done = {"exit_code": 0, "error": None, "seconds": result.log.wall / 1e9}
+    return done | {"flops": result.plan.flops, "kept_tiles": len(result.plan.done)}
 
 
 @contextmanager
@@ -295,16 +279,13 @@ def _state_of(c: str) -> dict[str, list[int] | None]:
     from oocgemm.jobs.request import Destination
 
     journal = Destination.parse(c).journal_folder
-    paths = {"c": Path(c), "journal": journal / JOURNAL if isinstance(journal, Path) else Path(c)}
-    return {name: _stamp(path) for name, path in paths.items()}
-
-
-def _stamp(path: Path) -> list[int] | None:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return [found.st_ino, found.st_size, found.st_mtime_ns]
+    found: dict[str, list[int] | None] = {"c": None, "journal": None}
+    paths = Path(c), journal / JOURNAL if isinstance(journal, Path) else Path(c)
+    for name, path in zip(found, paths, strict=True):
+        with suppress(FileNotFoundError):
+            stat = path.stat()
+            found[name] = [stat.st_ino, stat.st_size, stat.st_mtime_ns]
+    return found
 
 
 def _noting(attempt: int, write: Callable[[str], object], now: Path) -> Any:

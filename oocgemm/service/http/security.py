@@ -91,13 +91,10 @@ class Identity:
     local: bool = False
     token: str | None = None
 
-    def may_change(self, job: JobRecord) -> bool:
-        """Return whether the user may change a job: their own, or any as an admin."""
-        return self.scope >= Scope.ADMIN or (self.scope >= Scope.SUBMIT and job.owner == self.name)
-
     def check_change(self, job: JobRecord) -> None:
-        """Raise `AccessError` if the user may not change a job."""
-        if not self.may_change(job):
+        """Raise `AccessError` if the user may not change a job: their own, or any as an admin."""
+        own = self.scope >= Scope.SUBMIT and job.owner == self.name
+        if not own and self.scope < Scope.ADMIN:
             raise AccessError(
                 f"job {job.id} belongs to {job.owner}, and you are {self.name}: ask its owner, or use a "
                 "token with the scope admin"
@@ -136,7 +133,7 @@ class Tokens(JobStore):
             raise InputError(f"the name of a token must be 1 to 64 printable characters, not {name!r}")
         number = secrets.token_hex(4)
         secret = f"{PREFIX}_{number}_{secrets.token_urlsafe(32)}"
-        with self._writing() as db:
+        with self.together() as db:
             db.execute("DELETE FROM tokens WHERE expires < ?", (self._clock(),))
             db.execute(
                 "INSERT INTO tokens VALUES (?, ?, ?, ?, ?, NULL)",
@@ -150,16 +147,14 @@ class Tokens(JobStore):
 
     def list(self) -> list[AccessToken]:
         """Return all tokens, sorted by name."""
+        rows = self._read("SELECT id, name, scopes, expires, last_used FROM tokens ORDER BY name, id")
         return [
-            AccessToken(
-                row["id"], row["name"], Scope[row["scopes"].upper()], row["expires"], row["last_used"]
-            )
-            for row in self._read("SELECT * FROM tokens ORDER BY name, id")
+            AccessToken(number, name, Scope[scope.upper()], *times) for number, name, scope, *times in rows
         ]
 
     def revoke(self, number: str) -> None:
         """Delete a token. Raises `InputError` if there is none with this id."""
-        with self._writing() as db:
+        with self.together() as db:
             if not db.execute("DELETE FROM tokens WHERE id = ?", (number,)).rowcount:
                 raise InputError(f"there is no token {number}: list the tokens with oocgemm token list")
 
@@ -177,7 +172,7 @@ class Tokens(JobStore):
         if row["expires"] is not None and row["expires"] <= now:
             return None
         if row["last_used"] is None or now - row["last_used"] > USE_SECONDS:
-            with suppress(DatabaseError), self._writing() as db:  # a full disk does not keep readers out
+            with suppress(DatabaseError), self.together() as db:  # a full disk does not keep readers out
                 db.execute("UPDATE tokens SET last_used = ? WHERE id = ?", (now, row["id"]))
         return Identity(row["name"], Scope[row["scopes"].upper()], token=row["id"])
 
@@ -328,11 +323,8 @@ class _Sending:
             headers = list(message.get("headers", ()))
             present = {name.lower() for name, _ in headers}
             more = HEADERS if self._receiving.complete else {**HEADERS, "connection": "close"}
-            headers += [
-                (name.encode(), value.encode())
-                for name, value in more.items()
-                if name.encode() not in present
-            ]
+            added = [(name.encode(), value.encode()) for name, value in more.items()]
+            headers += [each for each in added if each[0] not in present]
             message = {**message, "headers": headers}
         await self._send(message)
 
