@@ -282,11 +282,8 @@ class Check:
         some = excluded.any()
 
         def act(rows: Range, cols: Range, x: Array, _: Array | None) -> None:
-            at, group, which = (
-                slice(rows[0] - sums.span[0], rows[1] - sums.span[0]),
-                self._group(cols),
-                slice(*cols),
-            )
+            at = slice(rows[0] - sums.span[0], rows[1] - sums.span[0])
+            group, which = self._group(cols), slice(*cols)
             if some and excluded[which].any():
                 x = np.where(excluded[which] != 0, 0, x)
             found = product(x, self._signs_of(cols))
@@ -340,25 +337,22 @@ class Check:
             overflow[0][...] = True
         some = rows.nonfinite.any() or self._excluded.any()
 
-        def act(at_rows: Range, cols: Range, part: Array, before: Array | None) -> None:
-            at, group, which = (
-                slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0]),
-                self._group(cols),
-                slice(*cols),
-            )
-            y, bad, replaced = self._signs_of(cols), None, None
+        def change_of(part: Array, before: Array | None, y: Array) -> Array:
             change = product(part, y)
-            if before is not None:
-                change -= tolerance.beta * product(before, y)
+            return change if before is None else change - tolerance.beta * product(before, y)
+
+        def act(at_rows: Range, cols: Range, part: Array, before: Array | None) -> None:
+            at = slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0])
+            group, which = self._group(cols), slice(*cols)
+            bad, replaced = None, None
+            change = change_of(part, before, self._signs_of(cols))
             affected = some and (rows.nonfinite[at].any() or self._excluded[which].any())
             if affected or not np.isfinite(change).all():
                 nonfinite = rows.nonfinite[at, None] | (self._excluded[which] != 0)
                 may = [limit[at, group, None] for limit in overflow]
                 part, before, bad, replaced = _without_nonfinite(part, before, nonfinite, tolerance, *may)
                 replaced = np.logical_or.reduce(replaced & (self._excluded[which] == 0), 1)
-                change = product(part, y)
-                if before is not None:
-                    change -= tolerance.beta * product(before, y)
+                change = change_of(part, before, self._signs_of(cols))
             norm = row_norms(part) if tolerance.needs_stored else None
             old_norm = None if before is None else row_norms(before)
             with self._lock:
@@ -482,7 +476,9 @@ def check_chained(
             np.add(totals, size[1], out=totals)
             np.add(length, sums, out=length)
 
-    _in_threads(act, range(0, rows, band), threads)
+    with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-chained") as pool:
+        for _ in pool.map(act, range(0, rows, band)):  # raises what a thread has raised
+            pass
     unit = float(np.finfo(result.dtype).eps) / 2
     with np.errstate(all="ignore"):
         of_t, of_q = np.sqrt(length.mean()), np.linalg.norm(factor.astype(np.float64))
@@ -503,9 +499,3 @@ def check_chained(
             f"product on the host by {difference[j]:.3g}, and rounding allows {bound[j]:.3g}: the device, "
             "the memory or the BLAS computes or copies wrongly; test this machine, then run again"
         )
-
-
-def _in_threads(act: Callable[[int], None], tops: range, threads: int) -> None:
-    with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-chained") as pool:
-        for _ in pool.map(act, tops):
-            pass

@@ -7,7 +7,7 @@ computed again from a buffer, so later damage to the buffer cannot change them.
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from time import perf_counter_ns
@@ -187,22 +187,23 @@ class HostSums:
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """Return the computed and the predicted checksums of a strip of C. Call this once, as `expected`."""
-        start = perf_counter_ns()
-        found = self._old(operation)
-        found.sums_only = not self._problem.finishes
-        for part in staging.groups(operation, columns):
-            found.add(*part)
-        with np.errstate(all="ignore"):
-            sums = self._across(self._tile(operation.tile), operation, found)
-        self._busy.append((start, perf_counter_ns()))
-        return self.expected(operation, sums, found.norms[:, None])
+        parts = staging.groups(operation, columns)
+        return self.expected(
+            operation, *self._computed(operation, parts, sums_only=not self._problem.finishes)
+        )
 
     def of_strip(self, operation: Operation, strip: Array) -> tuple[Array, Array]:
         """Return the sums of the blocks of a strip of the accumulator. The bound does not use the norms."""
+        return self._computed(operation, [(*operation.block, strip)], sums_only=True)
+
+    def _computed(
+        self, operation: Operation, parts: Iterable[tuple[Range, Range, Array]], *, sums_only: bool
+    ) -> tuple[Array, Array]:
         start = perf_counter_ns()
         found = self._old(operation)
-        found.sums_only = True
-        found.add(*operation.block, strip)
+        found.sums_only = sums_only
+        for part in parts:
+            found.add(*part)
         with np.errstate(all="ignore"):
             sums = self._across(self._tile(operation.tile), operation, found)
         self._busy.append((start, perf_counter_ns()))
@@ -239,14 +240,8 @@ class HostSums:
         span, k = operation.m if on_a else operation.n, operation.k
         extent = span[1] - span[0]
         cuts = borders(extent, self._plan.slots.strip if on_a else extent)
-        return self._empty(
-            (span[0], k[0]),
-            int(on_a == op.swaps),
-            op is Op.C,
-            self._signs[not on_a][slice(*span)],
-            cuts,
-            k[1] - k[0],
-        )
+        signs_of, axis = self._signs[not on_a][slice(*span)], int(on_a == op.swaps)
+        return self._empty((span[0], k[0]), axis, op is Op.C, signs_of, cuts, k[1] - k[0])
 
     def _old(self, operation: Operation) -> BlockSums:
         (top, bottom), (left, right) = operation.block
@@ -256,10 +251,8 @@ class HostSums:
     def _empty(
         self, begin: tuple[int, int], axis: int, conjugate: bool, x: Array, cuts: list[int], depth: int
     ) -> BlockSums:
-        count = len(cuts) - 1
-        return BlockSums(
-            begin, axis, conjugate, x, cuts, np.zeros((count, depth), self._wide), np.zeros(count)
-        )
+        sums, norms = np.zeros((len(cuts) - 1, depth), self._wide), np.zeros(len(cuts) - 1)
+        return BlockSums(begin, axis, conjugate, x, cuts, sums, norms)
 
     def _tile(self, tile: Tile) -> TileSums:
         """Return the checksums of a tile. The first call for a tile creates them with all sums zero."""

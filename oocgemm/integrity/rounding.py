@@ -67,6 +67,8 @@ ONE_THREAD = 1 << 18
 # The error bound of a sum of elements with random signs, divided by the 2-norm of their rounding errors.
 # `Rounding` gives the probability that a correct sum exceeds the bound.
 MAX_DEVIATION = 8
+# Maximum number of rounded operations of the epilogue on one element of C.
+EPILOGUE = 8
 # Relative error that one operand gets when it is rounded, or truncated, to the precision of `--compute`.
 OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7, "emulated": 0.0}
 
@@ -127,12 +129,14 @@ class Rounding:
         stored = limits if self._integer else limits_of(problem.c_dtype)
         # An operation on complex numbers counts as four rounded operations, because a complex product takes
         # four real products.
-        factor = 4 if accumulator.kind == "c" else 1
-        self._relative = (
-            sum_error(factor * ((0 if problem.exact else chain) + 8), float(limits.eps) / 2)
-            + 2 * OPERANDS[problem.compute]
-        )
-        self._check_error = sum_error(factor * (check_chain + 8), DOUBLE)
+        factor, unit = 4 if accumulator.kind == "c" else 1, float(limits.eps) / 2
+        self._operands = 2 * OPERANDS[problem.compute]
+        self._chain = factor * ((0 if problem.exact else chain) + EPILOGUE)
+        self._check_chain = factor * (check_chain + EPILOGUE)
+        self._relative = sum_error(self._chain, unit) + self._operands
+        self._check_error = sum_error(self._check_chain, DOUBLE)
+        self._accumulator, self._unit = accumulator, unit
+        self._epilogue = sum_error(factor * EPILOGUE, unit)
         self._stored = float(stored.eps) / 2 if problem.finishes else 0.0
         scalars = problem.applied_alpha, problem.beta
         self.alpha, self.beta = (accumulator.type(x).item() for x in scalars)
@@ -217,8 +221,6 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 BOUNDS = ("probabilistic", "worst-case")
 # Maximum probability that a check fails although C is correct.
 FALSE_ALARM = 1e-6
-# Maximum number of rounded operations of the epilogue on one element of C.
-EPILOGUE = 8
 
 
 class SumTolerance(Rounding):
@@ -235,21 +237,14 @@ class SumTolerance(Rounding):
         self._terms = sqrt(k)
         self._t = log(2 * max(1, tests) / FALSE_ALARM)
         self._signs = sqrt(2 * self._t)
-        accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
-        unit, factor = float(np.finfo(accumulator).eps) / 2, 4 if accumulator.kind == "c" else 1
-        chain, check = (
-            factor * ((0 if problem.exact else k) + EPILOGUE),
-            factor * (k + 2 * elements + EPILOGUE),
-        )
-        self._operands = 2 * OPERANDS[problem.compute]
+        chain, check, unit = self._chain, self._check_chain, self._unit
         self._walk = self._t / sqrt(3) * (sqrt(chain) * unit + sqrt(check) * DOUBLE)
         self._bias = self._signs * (sum_error(chain, unit) + sum_error(check, DOUBLE))
-        self._epilogue = self._signs * sum_error(factor * EPILOGUE, unit)
         self._worst = gamma(chain, unit) + self._operands + gamma(check, DOUBLE) * sqrt(elements)
         if not (self._probabilistic or np.isfinite(self._worst)):
             raise InputError(
-                f"the worst-case bound is infinite for sums of {k} products in {accumulator}, whose unit "
-                f"roundoff is {unit:.2g}: use the probabilistic bound (--bound probabilistic)"
+                f"the worst-case bound is infinite for sums of {k} products in {self._accumulator}, whose "
+                f"unit roundoff is {unit:.2g}: use the probabilistic bound (--bound probabilistic)"
             )
 
     @property
@@ -276,7 +271,8 @@ class SumTolerance(Rounding):
         signs = np.minimum(self._signs, root)
         if self._probabilistic:
             reduced = self._operands * ((self._t + self._signs) * terms + self._signs * bias)
-            rounding = alpha * (self._walk * terms + self._bias * bias + reduced) + self._epilogue * old
+            rounding = alpha * (self._walk * terms + self._bias * bias + reduced)
+            rounding += self._signs * self._epilogue * old
         else:
             rounding = signs * self._worst * largest
         return np.asarray(rounding + signs * self._stored * stored + elements * self._underflow)

@@ -243,6 +243,7 @@ def _text(x: float, y: float, text: str, anchor: str, colour: str = "#16191d") -
 
 SHEET, HEIGHT = 1040, 550
 LEFT, RIGHT, TOP, BOTTOM = 295, 810, 112, 490
+SUBTITLE = "Attainable flop rate over each link, by the flops computed per byte that crosses it"
 # Minimum vertical distance between two labels, in pixels.
 LINE = 17
 # Bytes per element of float64, the dtype of the tiles on the upper axis.
@@ -295,12 +296,7 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
 
     parts = [
         _label(24, 34, title, "title"),
-        _label(
-            24,
-            54,
-            "Attainable flop rate over each link, by the flops computed per byte that crosses it",
-            "soft",
-        ),
+        _label(24, 54, SUBTITLE, "soft"),
     ]
     for power in range(ceil(log10(low)), floor(log10(high)) + 1):
         parts.append(_line(98, y(10.0**power), RIGHT, y(10.0**power), "grid"))
@@ -335,11 +331,9 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
         )
         parts.append(_label(LEFT - 25, at + 4, f"{name} {format_rate(rate)}", "over", "end"))
     parts.append(_line(x(mark), TOP, x(mark), BOTTOM, "mark"))
-    right = x(mark) < middle
+    beside, anchor = (6, "start") if x(mark) < middle else (-6, "end")
     label = f"tile of the default budget, {format_size(budget)}"
-    parts.append(
-        _label(x(mark) + (6 if right else -6), BOTTOM - 10, label, "over", "start" if right else "end")
-    )
+    parts.append(_label(x(mark) + beside, BOTTOM - 10, label, "over", anchor))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SHEET} {HEIGHT}" width="{SHEET}" '
         f'height="{HEIGHT}">'

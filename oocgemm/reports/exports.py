@@ -194,12 +194,8 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "process_name", **place, "args": {"name": process}}
             yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": place["tid"]}}
-        facts = {
-            "tile": f"{span.tile[0]},{span.tile[1]}",
-            "step": span.step,
-            "bytes": span.bytes,
-            "flops": span.flops,
-        }
+        facts = {"tile": f"{span.tile[0]},{span.tile[1]}", "step": span.step}
+        facts |= {"bytes": span.bytes, "flops": span.flops}
         what = span.kind if span.kind == "multiply" else f"{span.kind} {span.operand}"
         times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
         yield {"ph": "X", "name": what, "cat": span.lane, **times, **place, "args": facts}
@@ -257,8 +253,8 @@ def _process(unit: Unit, workers: Sequence[Worker]) -> str:
 
 def _feeds(source: Span, span: Span) -> bool:
     """Return whether a span uses the data of an operation that it waited for, not only its slot."""
-    order = {kind: place for place, kind in enumerate(FLOW)}
-    return order.get(source.kind, -1) < order.get(span.kind, -1)
+    before, after = (FLOW.index(one.kind) if one.kind in FLOW else -1 for one in (source, span))
+    return before < after
 
 
 def check_outputs(outputs: Mapping[str, str | None]) -> None:

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from oocgemm.planning.plan import recorded_scalar
-from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
+from oocgemm.planning.units import counted, format_percent, format_rate, format_size, format_time
 from oocgemm.reports.advice import Fitted, Remedy, fit, remedy, sentence
 from oocgemm.timeline.activities import CAUSES, COMPUTE, finish_times, lanes_of, rate_limits, rates
 from oocgemm.timeline.metrics import (
@@ -30,9 +30,8 @@ HEAD = ("worker", "device", "parts", "compute", "largest wait", "end", "clock of
 def labels(units: Sequence[UnitFigures]) -> list[str]:
     """Return a short, distinct name for each device, for charts: its worker, its number, or both."""
     names = [*dict.fromkeys((unit.worker, unit.host) for unit in units)]
-    short = len({name for name, _ in names}) == len(names) and all(
-        len(name) <= MAX_LABEL for name, _ in names
-    )
+    workers = {name for name, _ in names}
+    short = len(workers) == len(names) and max(map(len, workers)) <= MAX_LABEL
     several = len(units) > len(names)
     found = []
     for unit in units:
@@ -45,10 +44,10 @@ def labels(units: Sequence[UnitFigures]) -> list[str]:
 
 def counts(found: Distribution) -> str:
     """Return the numbers of devices, workers and hosts as a text, as far as they say something."""
-    devices, workers = _counted(len(found.units), "device"), _counted(found.workers, "worker")
+    devices, workers = counted(len(found.units), "device"), counted(found.workers, "worker")
     if not found.units[0].worker:
         return devices
-    where = f"{workers} on {_counted(found.hosts, 'host')}"
+    where = f"{workers} on {counted(found.hosts, 'host')}"
     return where if len(found.units) == found.workers else f"{devices} of {where}"
 
 
@@ -64,18 +63,15 @@ def summary(found: Distribution, timeline: Timeline) -> list[tuple[str, str]]:
     if found.scaling_efficiency is None and not timeline.unfinished:
         scaling += " (needs `oocgemm calibrate` on every worker)"
     rows = [("ran on", counts(found)), ("scaling efficiency", scaling)]
-    rows += [
-        ("balance", format_percent(found.balance)),
-        ("last operations end", ends),
-        ("storage reads", reads),
-    ]
+    rows += [("balance", format_percent(found.balance)), ("last operations end", ends)]
+    rows += [("storage reads", reads)]
     if lost["attempts"] or lost["flops"]:
         work = f"{format_flops(lost['flops'])} in {format_time(lost['seconds'])}"
-        rows.append(("lost", f"{work}; {_counted(int(lost['attempts']), 'process')} died or failed"))
+        attempts = int(lost["attempts"])
+        rows.append(("lost", f"{work}; {attempts} process{'es' * (attempts != 1)} died or failed"))
     if unread := timeline.header.get("unread"):
-        rows.append(
-            ("missing", f"{_counted(len(unread), 'log')} could not be read, the last one: {unread[-1]}")
-        )
+        missing = f"{counted(len(unread), 'log')} could not be read, the last one: {unread[-1]}"
+        rows.append(("missing", missing))
     return rows
 
 
@@ -116,11 +112,6 @@ def format_flops(flops: float) -> str:
     return format_rate(flops, "FLOP").removesuffix("/s")
 
 
-def _counted(count: int, noun: str) -> str:
-    plural = {"process": "processes"}.get(noun, f"{noun}s")
-    return f"{count} {noun if count == 1 else plural}"
-
-
 BINS = 240
 # Six colours of the colour map cividis, from the start of a run to its end. The map is readable with any
 # colour vision.
@@ -142,15 +133,14 @@ def lane_class(cause: str) -> str:
     return "lane-d2h" if cause == "accumulator" else f"lane-{escape(cause)}"
 
 
-def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
-    """Return a bar of length `whole`, divided into named `parts`. All lengths are in seconds."""
+def stacked_bar(shares: Mapping[str, float], wall: float | None = None) -> str:
+    """Return a bar of length T, divided into named shares; a thin one without `wall`, T in seconds."""
     pieces = "".join(
-        f'<b class="{lane_class(name)}" style="width:{100 * part / whole:.3f}%" '
-        f'title="{escape(name)} {format_time(part)}, {format_percent(part / whole)} of T"></b>'
-        for name, part in parts.items()
-        if whole
+        f'<b class="{lane_class(name)}" style="width:{100 * share:.3f}%" title="{escape(name)} '
+        f'{"" if wall is None else f"{format_time(share * wall)}, "}{format_percent(share)} of T"></b>'
+        for name, share in shares.items()
     )
-    return f'<div class="stack">{pieces}</div>'
+    return f'<div class="stack{" thin" if wall is None else ""}">{pieces}</div>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
@@ -290,18 +280,8 @@ def _table(units: Sequence[UnitFigures], numbers: Sequence[int]) -> str:
     rows = []
     for number in numbers:
         name, *rest = map(escape, row(units[number], names[number]))
-        rows.append([name, _bar(units[number]), *rest])
+        rows.append([name, stacked_bar(units[number].shares), *rest])
     return f'<div class="across">{table(head, rows)}</div>'
-
-
-def _bar(unit: UnitFigures) -> str:
-    """Return a bar of length T, divided into compute and the causes of exposed time."""
-    pieces = "".join(
-        f'<b class="{lane_class(cause)}" style="width:{100 * share:.3f}%" '
-        f'title="{escape(cause)} {format_percent(share)} of T"></b>'
-        for cause, share in unit.shares.items()
-    )
-    return f'<div class="stack thin">{pieces}</div>'
 
 
 @dataclass(frozen=True)
@@ -430,17 +410,12 @@ def _figures(runs: Sequence[ReportedRun]) -> str:
     if copied:
         rows += [("Copy overlap", "of copy time hidden behind compute")]
     rows += [("Storage overlap", "of storage time hidden behind compute")]
-    calibrated = any(run.header.get("rates") for run in runs)
-    efficiency = (
-        "shortest time possible at the calibrated rates, over T" if calibrated else "needs oocgemm calibrate"
-    )
     scaled = any(run.report.distribution for run in runs)
-    if scaled:
-        efficiency = (
-            "flops over what all kernels could do in T"
-            if calibrated
-            else "needs oocgemm calibrate on every worker"
-        )
+    if any(run.header.get("rates") for run in runs):
+        shortest = "shortest time possible at the calibrated rates, over T"
+        efficiency = "flops over what all kernels could do in T" if scaled else shortest
+    else:
+        efficiency = "needs oocgemm calibrate" + (" on every worker" if scaled else "")
     rows += [("Scaling efficiency" if scaled else "Efficiency", efficiency)]
     values = [
         [
@@ -472,12 +447,8 @@ def _scaling(run: ReportedRun) -> float | None:
     """Return the scaling efficiency of a run, also of one on one device."""
     if run.report.distribution:
         return run.report.distribution.scaling_efficiency
-    kernel = (run.header.get("rates") or {}).get("kernel")
-    return (
-        run.report.flop_rate / kernel
-        if kernel and run.report.flop_rate and not run.report.unfinished
-        else None
-    )
+    kernel, rate = (run.header.get("rates") or {}).get("kernel"), run.report.flop_rate
+    return rate / kernel if kernel and rate and not run.report.unfinished else None
 
 
 def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
@@ -491,18 +462,12 @@ def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
 
 def _exposed(run: ReportedRun) -> str:
     """Return a table with the time of compute and the exposed time of each cause, longest first."""
-    wall = run.report.wall
-    parts = {cause: share * wall for cause, share in run.report.shares.items()}
-    rows = [
-        [
-            f'<i class="key {lane_class(cause)}"></i>{escape(cause)}',
-            format_time(seconds),
-            format_percent(run.report.shares[cause]),
-            CAUSES.get(cause, ""),
-        ]
-        for cause, seconds in parts.items()
-    ]
-    return stacked_bar(parts, wall) + table(["", "time", "of T", ""], rows, wide_last=True)
+    wall, shares = run.report.wall, run.report.shares
+    rows = []
+    for cause, share in shares.items():
+        key = f'<i class="key {lane_class(cause)}"></i>{escape(cause)}'
+        rows.append([key, format_time(share * wall), format_percent(share), CAUSES.get(cause, "")])
+    return stacked_bar(shares, wall) + table(["", "time", "of T", ""], rows, wide_last=True)
 
 
 def _devices(run: ReportedRun) -> str:
@@ -607,11 +572,8 @@ def _setup(run: ReportedRun) -> str:
         steps = extents(plan["steps"])
         row("grid", f"{extents(down, across)} tiles, {steps} steps, {plan.get('traversal', '')}")
     if slots := plan.get("slots"):
-        on_host = (
-            ""
-            if slots["unified"]
-            else f"; host C {slots['host_c']}, A {slots['host_a']}, B {slots['host_b']}"
-        )
+        on_host = f"; host C {slots['host_c']}, A {slots['host_a']}, B {slots['host_b']}"
+        on_host = "" if slots["unified"] else on_host
         prepared = f", prepared {slots['planes']}" if slots.get("planes") else ""
         row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{prepared}{on_host}")
     for tier, used in plan.get("footprint", {}).items():
@@ -629,10 +591,8 @@ def _setup(run: ReportedRun) -> str:
     row("backend", ", ".join(f"{k} {v}" if k != "name" else str(v) for k, v in backend.items()))
     row("multiplied by", kernels)
     row("zero-copy", in_place(run.timeline))
-    row(
-        "machine",
-        ", ".join(str(header.get("machine", {}).get(k, "")) for k in ("processor", "platform")).strip(", "),
-    )
+    machine = (str(header.get("machine", {}).get(k, "")) for k in ("processor", "platform"))
+    row("machine", ", ".join(machine).strip(", "))
     row("versions", ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items()))
     lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
     return f'<table class="setup"><tbody>{lines}</tbody></table>'
