@@ -196,7 +196,7 @@ def _display(live: bool) -> AbstractContextManager[Progress | None]:
         return nullcontext()
     from oocgemm.reports.progress import progress_display
 
-    return progress_display(live)
+    return progress_display()
 
 
 def _too_long(result: Result) -> str:

@@ -676,5 +676,5 @@ def _display(progress: Progress | bool | None) -> AbstractContextManager[Progres
     if progress is True:
         from oocgemm.reports.progress import progress_display  # imports rich, which is slow
 
-        return progress_display(True)
+        return progress_display()
     return nullcontext(progress or None)

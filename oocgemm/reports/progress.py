@@ -24,14 +24,11 @@ Show = Callable[[float, str, str], None]
 
 
 @contextmanager
-def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """Show the progress of a run. Yield the argument `progress` of `gemm`; None if not `enabled`.
+def progress_display() -> Iterator[Callable[[Plan], Callable[[Span], None]]]:
+    """Show the progress of a run, and yield the callback to pass as `gemm`'s argument `progress`.
 
     Of the last seconds, it shows how busy each lane was, and what limited the run.
     """
-    if not enabled:
-        yield None
-        return
     started = perf_counter()
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:

@@ -175,8 +175,7 @@ class JobStore:
         """Open a database, and create it if it does not exist."""
         self._path, self._clock = path, clock
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._changes = self._last_id = 0
+        self._last_id = 0
         # Called after each change, by the thread that has made it.
         self.observers: list[Callable[[], object]] = []
         _make_private(path)
@@ -234,8 +233,6 @@ class JobStore:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
-            self._changes += 1
-            self._changed.notify_all()
             for tell in self.observers:
                 tell()
 
@@ -340,17 +337,6 @@ class JobStore:
     def newest(self) -> int:
         """Return the number of the newest event; 0 if there is none."""
         return int(self._read("SELECT coalesce(max(seq), 0) FROM events")[0][0])
-
-    @property
-    def changes(self) -> int:
-        """How many transactions threads of this process have committed through this object."""
-        return self._changes
-
-    def wait(self, seconds: float, seen: int | None = None) -> bool:
-        """Wait until another thread has made more changes than `seen`. Return False if that took too long."""
-        with self._lock:
-            start = self._changes if seen is None else seen
-            return self._changed.wait_for(lambda: self._changes != start, seconds)
 
     def earlier(self, owner: str, key: str, body_sha256: str) -> list[JobRecord] | None:
         """Return the jobs that were submitted with a key; None if it is new. Raises as `submit`."""

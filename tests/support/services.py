@@ -65,5 +65,5 @@ def run_all(dispatcher: Dispatcher, store: JobStore, passes: int = 6000) -> list
         jobs = store.jobs()
         if all(job.state in FINAL for job in jobs):
             return jobs
-        store.wait(0.02)
+        dispatcher.wait(0.02)
     raise AssertionError([(job.state, job.reason, job.error) for job in store.jobs()])

@@ -6,6 +6,7 @@ A request that submits jobs is planned in the turns of its user (`Plans`).
 import asyncio
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -278,7 +279,7 @@ def job_routes() -> APIRouter:
             left = end - clock()
             if left <= 0 or service.feed.closed:
                 return Response(status_code=304, headers={"ETag": _tag(found.version)})
-            await service.feed.wait(woken, left)
+            await service.feed.wait(woken, min(left, SEND_SECONDS))  # another process may revoke the token
 
     @router.patch("/jobs/{job}")
     def change_job(
@@ -500,11 +501,10 @@ def _part(content: bytes, asked: str | None, media: str) -> Response:
 
 def _range(asked: str, size: int) -> tuple[int, int] | None:
     """Return begin and end of a Range header; None if it is malformed or has several ranges: ignore it."""
-    unit, _, span = asked.partition("=")
-    first, dash, last = span.strip().partition("-")
-    numbers = (first, last)
-    if unit != "bytes" or not dash or not all(not n or (n.isascii() and n.isdecimal()) for n in numbers):
+    found = re.fullmatch("bytes=\\s*([0-9]*)-([0-9]*)\\s*", asked)
+    if found is None:
         return None
+    first, last = found.groups()
     if not first:
         return (max(0, size - int(last)), size) if last and size else None
     if last and int(last) < int(first):

@@ -246,13 +246,10 @@ class Feed:
         self.woken.set()
         self.woken = asyncio.Event()
 
-    async def wait(self, woken: asyncio.Event, seconds: float) -> bool:
-        """Wait for a change since `woken` was read from this object. Return False if that took too long."""
-        try:
+    async def wait(self, woken: asyncio.Event, seconds: float) -> None:
+        """Wait for a change since `woken` was read from this object, but not longer than so many seconds."""
+        with suppress(TimeoutError):
             await asyncio.wait_for(woken.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
 
 
 @dataclass(eq=False)
@@ -271,7 +268,7 @@ class Service:
     plans: Plans = field(default_factory=Plans)
     _next_check: float = 0.0
     _stop: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
+    _thread: threading.Thread | None = None
 
     @property
     def roots(self) -> dict[str, Root]:
@@ -283,19 +280,21 @@ class Service:
         return _current(self.config, self.fixed)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the dispatcher, and the thread that wakes requests."""
-        self._threads = [
-            threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True),
-            threading.Thread(target=self._watch, args=(loop,), daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        """Start the dispatcher. From now on, changes of the database wake requests."""
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed when the server ends
+                loop.call_soon_threadsafe(self.feed.wake)
+
+        self.store.observers.append(wake)
+        self._thread = threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop the threads, and give the state folder to another server. Processes of jobs go on."""
+        """Stop the dispatcher, and give the state folder to another server. Processes of jobs go on."""
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self.plans.close()
         self.planner.close()
         self.dispatcher.close()
@@ -305,13 +304,6 @@ class Service:
         """Let all requests end that wait for changes."""
         self.feed.closed = True
         self.feed.wake()
-
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._stop.is_set():
-            seen = self.store.changes
-            with suppress(RuntimeError):  # the loop is closed when the server ends
-                loop.call_soon_threadsafe(self.feed.wake)
-            self.store.wait(0.5, seen)
 
     def view(self, job: JobRecord, needs: Sequence[str] = ()) -> JobView:
         """Return the JSON of a job."""
@@ -406,7 +398,7 @@ class Service:
                 )
         except OSError:
             found.append("a root cannot be read: see that its disk is mounted")
-        if not all(thread.is_alive() for thread in self._threads):
+        if self._thread is not None and not self._thread.is_alive():
             found.append("no jobs are started, because of a defect: see the log of the server")
         return found
 
