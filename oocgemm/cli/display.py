@@ -53,7 +53,6 @@ class PlainConsole(Console):
     """A console that prints no control characters but its own."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render an object."""
         for part in super().render(renderable, options):
             yield part if part.control else Segment(plain(part.text, keep="\n"), part.style)
 
@@ -75,12 +74,10 @@ class _Stream(io.TextIOBase):
         self._stream = stream
 
     def write(self, text: str, /) -> int:
-        """Write a text."""
         self._stream.write(plain(text, keep=LINES))
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
         self._stream.flush()
 
 
@@ -109,10 +106,7 @@ def table_of(*columns: str, left: Collection[int] = (0,)) -> Table:
 
 
 def print_table(out: Console, table: Table) -> None:
-    """Print a table without breaking a word. If it is too wide for that, print a block of lines per row.
-
-    Only the widest column is wrapped.
-    """
+    """Print a table without breaking a word. If it is too wide, print a block of lines per row."""
     full = full_width(out, table)
     columns = [[column.header, *column.cells] for column in table.columns]
     widths = [max(len(line) for text in texts for line in str(text).split("\n")) for texts in columns]
@@ -181,6 +175,8 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
 # Maximum number of devices that are printed. Of more, those are printed that computed least.
 MAX_UNITS = 16
 TRAFFIC = ("read", "h2d", "d2h", "write")
+# What is counted of a kernel, for the last columns of its table.
+COUNTED = ("intensity", "load_sectors", "store_sectors", "bank_conflicts", "occupancy")
 # Characters for a lane's name, and for the shortest bar in the Gantt chart.
 LANE_WIDTH, MIN_GANTT = 8, 10
 
@@ -191,9 +187,8 @@ def print_calibration(found: Calibration, path: str) -> None:
     out.print(f"[bold]{escape(found.device)}[/] ({found.backend}), {found.samples['seconds']:.0f} s\n")
     measured: dict[str, dict[str, float]] = found.samples["kernels"]
     depths = sorted({int(depth) for rates in measured.values() for depth in rates})
-    scale, unit = (
-        (1e12, "TFLOP/s") if max(fit.peak for fit in found.kernels.values()) >= 1e12 else (1e9, "GFLOP/s")
-    )
+    fast = max(fit.peak for fit in found.kernels.values()) >= 1e12
+    scale, unit = (1e12, "TFLOP/s") if fast else (1e9, "GFLOP/s")
     kernels = table_of(f"{unit}, panels deep", *map(str, depths), "fitted peak", "halved at")
     for dtype, rates in measured.items():
         fit = found.kernels[dtype]
@@ -237,21 +232,13 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         table = table_of(f"\n{dtype}", "kernel", *columns, left=range(2))
         last = None
         for row in (row for row in rows if row["dtype"] == dtype):
-            shape = _product_of(row)
-            variant = (
-                " " + ",".join(map(str, row["params"].values())) if len(variants[row["kernel"]]) > 1 else ""
-            )
-            numbers = (
-                row.get(x)
-                for x in ("intensity", "load_sectors", "store_sectors", "bank_conflicts", "occupancy")
-            )
-            table.add_row(
-                "" if shape == last else shape,
-                row["kernel"] + variant,
-                f"{row['flops'] / 1e9:.4g}",
-                *("" if share is None else f"{share:.3f}" for share in (row["of_peak"], row["of_cublas"])),
-                *("" if number is None else f"{number:.3g}" for number in numbers),
-            )
+            shape, kernel = _product_of(row), row["kernel"]
+            if len(variants[kernel]) > 1:
+                kernel += " " + ",".join(map(str, row["params"].values()))
+            shares, numbers = (row["of_peak"], row["of_cublas"]), (row.get(name) for name in COUNTED)
+            cells = ["" if shape == last else shape, kernel, f"{row['flops'] / 1e9:.4g}"]
+            cells += ["" if share is None else f"{share:.3f}" for share in shares]
+            table.add_row(*cells, *("" if number is None else f"{number:.3g}" for number in numbers))
             last = shape
         _print_unfolded(out, table)
     out.print(
@@ -299,15 +286,8 @@ def print_scaling(partitions: Sequence[Partition]) -> None:
         first, *others = alike
         final = others[-1] if others else first
         counts = f"{first.available}-{final.available}" if others else str(first.available)
-        table.add_row(
-            counts,
-            str(final.workers),
-            "x".join(map(str, final.grid)),
-            format_time(final.seconds),
-            f"{final.speed_up:.2f}",
-            final.bottleneck,
-            final.why,
-        )
+        cells = [counts, str(final.workers), "x".join(map(str, final.grid)), format_time(final.seconds)]
+        table.add_row(*cells, f"{final.speed_up:.2f}", final.bottleneck, final.why)
     out.print()
     print_table(out, table)
     out.print(partitions[-1].reason)
@@ -373,14 +353,12 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"[bold]tile[/] {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, "
         f"{counted(plan.grid.steps, 'step')} each, {plan.steps} in all"
     )
+    on_host = f"host: A {slots.host_a}, B {slots.host_b}, C {slots.host_c} "
+    if slots.unified:
+        on_host = "none on the host, since the device uses the same memory; "
     out.print(
-        f"[bold]slots[/] device: C {slots.c}, A {slots.a}, B {slots.b}; "
-        + (
-            "none on the host, since the device uses the same memory; "
-            if slots.unified
-            else f"host: A {slots.host_a}, B {slots.host_b}, "
-        )
-        + f"{'' if slots.unified else f'C {slots.host_c} '}strips of {slots.strip} rows; "
+        f"[bold]slots[/] device: C {slots.c}, A {slots.a}, B {slots.b}; {on_host}"
+        f"strips of {slots.strip} rows; "
         f"{plan.candidate.io_threads} I/O threads"
     )
     out.print()
@@ -411,9 +389,8 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         out.print(f"compressed by the GPU: C ({coding.codec})")
     for operand, factor in plan.amplification.items():
         if factor > 1.005:
-            out.print(
-                f"reading {operand} decodes {factor:.2f} times its bytes: its chunks cross panel borders"
-            )
+            more = f"decodes {factor:.2f} times its bytes"
+            out.print(f"reading {operand} {more}: its chunks cross panel borders")
     prediction = plan.prediction
     out.print()
     out.print(
@@ -561,25 +538,20 @@ def print_verification(found: "Verification") -> None:
 
 def _print_checks(out: Console, checks: dict[str, Any]) -> None:
     redone = checks["recomputed"]
-    which = ", ".join(f"({i}, {j})" for i, j in redone[:5]) + (", ..." if len(redone) > 5 else "")
-    out.print(
-        f"[bold]checked[/] {counted(checks['tiles'], 'tile')} in {counted(checks['blocks'], 'block')}"
-        + (f", {checks['undecided']} of them for nonfinite values only" if checks["undecided"] else "")
-        + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
-        + f"took {format_percent(checks['core_share'])} of the cores' time"
-        + (
-            f" and {format_time(checks['device_seconds'])} of the device's"
-            if checks["device_seconds"]
-            else ""
-        )
-        + (
-            f"; computed {counted(checks['sampled'], 'element')} again "
-            f"in {format_time(checks['sampled_seconds'])}"
-            if checks.get("sampled")
-            else ""
-        ),
-        soft_wrap=True,
-    )
+    text = f"{counted(checks['tiles'], 'tile')} in {counted(checks['blocks'], 'block')}"
+    if checks["undecided"]:
+        text += f", {checks['undecided']} of them for nonfinite values only"
+    text += f"; recomputed {len(redone)}"
+    if redone:
+        which = ", ".join(f"({i}, {j})" for i, j in redone[:5])
+        text += f": tiles {which}" + (", ..." if len(redone) > 5 else "")
+    text += f"; took {format_percent(checks['core_share'])} of the cores' time"
+    if checks["device_seconds"]:
+        text += f" and {format_time(checks['device_seconds'])} of the device's"
+    if checks.get("sampled"):
+        again, seconds = counted(checks["sampled"], "element"), format_time(checks["sampled_seconds"])
+        text += f"; computed {again} again in {seconds}"
+    out.print(f"[bold]checked[/] {text}", soft_wrap=True)
 
 
 def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
@@ -729,10 +701,7 @@ def start_of(job: Info, now: float) -> str:
 
 
 def left_of(job: Info, now: float) -> str:
-    """Return how long a running job will still take, from the tiles that are done; "" if it does not run.
-
-    With fewer than two tiles, it is what was predicted, less the time since the start.
-    """
+    """Return how long a running job will still take, by its finished tiles; "" if it does not run."""
     if job["state"] != State.RUNNING or not job["started"] or not job["progress"]:
         return ""
     (done, total), passed = (job["progress"][each] for each in ("done", "total")), now - job["started"]

@@ -171,10 +171,7 @@ def _type(found: Option, types: frozenset[Any]) -> Any:
 
 
 def transposes(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace the flags --transpose-a, --adjoint-a and those of b by the options trans_a and trans_b.
-
-    Raises `click.UsageError` if one operand has both flags, transpose and adjoint.
-    """
+    """Make --transpose-a, --adjoint-a and those of b one option each. An operand may have one flag."""
     for side in "ab":
         transpose, adjoint = options.pop(f"transpose_{side}"), options.pop(f"adjoint_{side}")
         if transpose and adjoint:

@@ -123,10 +123,7 @@ def warnings_as_notes() -> Iterator[None]:
 
 
 def silence_warnings() -> None:
-    """Suppress the notes of this package until the command ends, as --quiet does.
-
-    Warnings about the data stay, since they change what the result means.
-    """
+    """Suppress notes until the command ends, but not warnings, which change what a result means."""
     warnings.simplefilter("ignore", UserWarning)
     warnings.simplefilter("default", DataWarning)
     for handler in logging.getLogger("oocgemm").handlers:
@@ -151,8 +148,7 @@ PATIENCE = 1.2
 class _Descriptor(io.FileIO):
     """A raw output stream that drops all further output after its first error.
 
-    This error is raised as `ExecutionError`, unless the stream is `lossy`, or is a pipe whose reader has
-    exited.
+    The error is raised, unless the stream is `lossy`, or is a pipe whose reader has exited.
     """
 
     def __init__(self, number: int, *, lossy: bool) -> None:
@@ -174,10 +170,7 @@ class _Descriptor(io.FileIO):
 
 
 def use_safe_streams() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams on which printing does not fail.
-
-    Call this before anything is printed.
-    """
+    """Replace stdout and stderr by streams on which printing does not fail, before anything is printed."""
     codecs.register_error(ERRORS, _replaced)
     sys.stdout = _safe(sys.stdout, lossy=False)
     sys.stderr = _safe(sys.stderr, lossy=True)
@@ -199,20 +192,14 @@ def _safe(stream: TextIO | None, *, lossy: bool) -> TextIO:
 
 
 def _encoding(usual: str) -> str:
-    """Return the `usual` encoding of a stream; ASCII if the environment chooses the C locale.
-
-    In the C locale Python would encode as UTF-8, which a terminal of that locale may not show.
-    """
+    """Return ASCII in the C locale, where Python would use UTF-8, which its terminals may not show."""
     chosen = next(filter(None, (os.environ.get(name) for name in LOCALE)), "")
     explicit = "PYTHONIOENCODING" in os.environ or "PYTHONUTF8" in os.environ
     return "ascii" if chosen in ("C", "POSIX") and not explicit else usual
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return ASCII for characters that the encoding lacks, as an error handler of `codecs`.
-
-    Bytes of file names that Python could not decode are written unchanged.
-    """
+    """Return ASCII for characters that the encoding lacks, and the bytes of undecoded file names."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     part = error.object[error.start : error.end]

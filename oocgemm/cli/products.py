@@ -90,16 +90,9 @@ def run_product(
     dry_run: bool,
     **options: Any,
 ) -> Any:
-    """Compute C, and print the progress and a report. Return what the verb returns.
+    """Compute C by a verb, and print the progress and a report. Return what the verb returns.
 
-    Args:
-        verb: computes C, with the options of the command, or returns its plans. If its result has a method
-            `save`, it is saved at C.
-        c: path or URL of C. It may be None in a dry run.
-        operands: paths or URLs of the operands.
-        as_json: print one JSON object.
-        quiet: print only errors.
-        dry_run: print the plans only.
+    If that has a method `save`, it is saved at C, which may be None in a dry run. `operands` are their paths.
     """
     if dry_run:
         stores.load_without_cupy(*operands, *filter(None, (c,)))
@@ -200,10 +193,7 @@ def _display(live: bool) -> AbstractContextManager[Progress | None]:
 
 
 def _too_long(result: Result) -> str:
-    """Return a note if the report would take more memory than is allowed; otherwise "".
-
-    The limit is the host memory in the budgets of the run, or `MIN_REPORT_ROOM` bytes if that is more.
-    """
+    """Return a note if the report takes more memory than the run and `MIN_REPORT_ROOM`; else ""."""
     budgets = result.plan.budgets
     room = max(MIN_REPORT_ROOM, budgets.host + (budgets.device if result.plan.machine.unified else 0))
     if result.report_bytes <= room:
@@ -216,10 +206,7 @@ def _too_long(result: Result) -> str:
 
 
 def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
-    """Return a progress callback that first prints the plan's note, then calls `progress`.
-
-    The note is a hint at larger budgets (`Plan.note`). If a plan has none, nothing is printed.
-    """
+    """Return a progress callback that first prints the plan's note, if it has one."""
 
     def begin(planned: Plan) -> Observer:
         if planned.note:

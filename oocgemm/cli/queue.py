@@ -72,14 +72,9 @@ class Deadline(click.ParamType[float]):
 
 
 def find(client: Client, texts: Sequence[str]) -> list[Job]:
-    """Return jobs by their ids.
+    """Return jobs by ids, their last characters, or ``last`` for the newest one.
 
-    Args:
-        client: of the service.
-        texts: each is an id, the last characters of one, or ``last`` for the newest job.
-
-    Raises:
-        InputError: there is no such job, or there are several.
+    Raises `InputError` if there is no such job, or there are several.
     """
     found: dict[str, Job] = {}
     suffixes = dict[str, str]()
@@ -120,12 +115,7 @@ def exit_code_of(job: Job) -> int:
 
 
 def wait_for(jobs: Sequence[Job], show: bool) -> int:
-    """Wait until jobs have ended, and return the largest of their exit codes.
-
-    Args:
-        jobs: the jobs.
-        show: whether to show the progress on stderr.
-    """
+    """Wait until jobs have ended, and `show` their progress. Return the largest of their exit codes."""
     with continuing(jobs):
         if show:
             from oocgemm.cli.display import doing
@@ -143,10 +133,7 @@ def wait_for(jobs: Sequence[Job], show: bool) -> int:
 
 @contextmanager
 def continuing(jobs: Sequence[Job], again: str = "wait") -> Iterator[None]:
-    """Say that jobs continue if the user interrupts the command that waits for them.
-
-    `again` is the command to wait again.
-    """
+    """Say that jobs continue if the user interrupts a command, and which one waits for them again."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -237,12 +224,7 @@ def wait(ids: tuple[str, ...], service: str | None, as_json: bool) -> None:
 
 
 def finish(jobs: list[Job], as_json: object = None) -> None:
-    """Print jobs that have ended, and end the command with the largest of their exit codes.
-
-    Args:
-        jobs: the jobs.
-        as_json: what to print as JSON instead of text.
-    """
+    """Print jobs that have ended, or `as_json`, and end the command with the largest of their exit codes."""
     if as_json is not None:
         print_json(as_json)
     for job in jobs:

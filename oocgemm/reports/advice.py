@@ -25,15 +25,11 @@ from oocgemm.planning import (
     recorded_plan,
     within,
 )
-from oocgemm.planning.cost.simulate import simulate, timed
 from oocgemm.planning.units import format_share, format_size, format_time, parse_size
 from oocgemm.timeline.activities import COMPUTE
 from oocgemm.timeline.metrics import OUTPUT_LANES, STORAGE, Diagnosis, Report, diagnose, in_memory, unfinished
 from oocgemm.timeline.spans import Timeline, length, union
 
-# T of a plan with at most this many steps is predicted by simulation, which takes about 0.1 ms per step. T of
-# a longer plan is predicted by formulas.
-MAX_SIMULATED = 4000
 # A lane for which the kernel waited during less than this share of T may have run below its maximum rate.
 # Unless lanes share CPU cores, the fit then ignores a measured rate below the model's.
 NEGLIGIBLE_WAIT = 0.02
@@ -81,25 +77,20 @@ STORE_OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or b
 class Fitted:
     """A run's plan, with the machine model `machine` fitted to the run; `original` is the model before.
 
-    Predictions lack some of the measured seconds: `outside` of a simulated T, `closed_outside` of one by
-    formulas.
+    `outside` are the measured seconds that predictions lack.
     """
 
     plan: Plan
     machine: MachineModel
     original: MachineModel
     outside: float
-    closed_outside: float
 
-    def seconds(self, plan: Plan, *, closed: bool | None = None) -> float:
-        """Predict T of a plan in seconds: by formulas if `closed`, by default that of plans of many steps."""
-        if plan.steps > MAX_SIMULATED if closed is None else closed:
-            return plan.prediction.total + self.closed_outside
+    def seconds(self, plan: Plan) -> float:
+        """Predict T of a plan with the fitted model, in seconds."""
         # `outside` includes the time of the run's page faults. On the host backend, a plan that occupies
         # `more` bytes than the run did causes more page faults.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
-        seconds = simulate(plan.schedule(), plan.setting)
-        return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
+        return plan.prediction.total + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
 
     @property
     def whole(self) -> Plan:
@@ -108,8 +99,7 @@ class Fitted:
 
     def ratio(self, plan: Plan) -> float:
         """Return the predicted T of `plan` divided by that of `whole`."""
-        closed = max(plan.steps, self.whole.steps) > MAX_SIMULATED
-        return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
+        return self.seconds(plan) / self.seconds(self.whole)
 
 
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
@@ -123,7 +113,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     plan = recorded_plan(timeline.header.get("plan", {}), {s.tile for s in timeline.spans})
     if plan is None or not figures.compute or timeline.unfinished:
         return None
-    lanes = _modelled(plan)
+    lanes = plan.prediction.lanes
     # The model predicts how long each lane takes alone, but lanes that share CPU cores slow each other down.
     # So the measured busy times are multiplied by `crowding`. Their sum is then the time in which at least
     # one lane was busy.
@@ -161,7 +151,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     # `covered` is the number of bytes read, computed as the seconds that reads take at 1 byte per second.
     late = 0.0
     if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
-        covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
+        unit = replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0))
+        covered = unit.prediction.lanes["read"]
         late = (took("read") - lanes["read"]) / covered if covered else 0.0
     memory = write if layouts.c.in_memory else read if layouts.a.in_memory and layouts.b.in_memory else 1.0
     kernel = scale("compute")
@@ -180,22 +171,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         write=machine.write * write,
         write_latency=machine.write_latency if 2 * writes < took("write") else machine.write_latency / write,
     )
-    refitted = replace(plan, machine=fitted)
-    first_multiply = min(s.start for s in timeline.spans if s.kind == "multiply") / 1e9
     started, ended = min(s.start for s in timeline.spans), max(s.end for s in timeline.spans)
-    closing = max(0, timeline.wall - ended) / 1e9
-    closed_outside = max(0.0, first_multiply - refitted.prediction.start_up) + closing
-    return Fitted(refitted, fitted, machine, started / 1e9 + closing, closed_outside)
-
-
-def _modelled(plan: Plan) -> Mapping[str, float]:
-    """Return the busy seconds of each lane that the plan's machine model predicts."""
-    if plan.steps > MAX_SIMULATED:
-        return plan.prediction.lanes
-    lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
-    for operation, seconds in timed(plan.schedule(), plan.setting):
-        lanes[operation.lane] += seconds
-    return lanes
+    outside = (started + max(0, timeline.wall - ended)) / 1e9
+    return Fitted(replace(plan, machine=fitted), fitted, machine, outside)
 
 
 @dataclass(frozen=True)
