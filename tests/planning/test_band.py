@@ -23,13 +23,13 @@ from oocgemm.planning import (
     shared_plan,
 )
 from oocgemm.planning.cost.loads import cached_of_lines
-from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.cover import Band, Cover, Triangle, cover_of
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Placing
 from tests.support.problems import integers
 from tests.support.products import product_of
 from tests.support.schedule_check import verify
+from tests.support.simulate import simulate
 from tests.support.simulator import Simulator
 from tests.support.suite import examples
 

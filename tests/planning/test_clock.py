@@ -24,11 +24,11 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.cost.clock import predict
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.simulate import simulate, timed
 from oocgemm.planning.cost.streams import Streams
 from oocgemm.planning.plan import schedule_of
 from tests.support.plan_cases import GIB, problem
 from tests.support.products import product_of
+from tests.support.simulate import simulate, timed
 
 BUDGETS = Budgets(GIB, GIB)
 TILE = TileShape(512, 1024, 256)

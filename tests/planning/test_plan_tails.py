@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from oocgemm.planning import Budgets, TileShape, default_model, make_plan
-from oocgemm.planning.cost.simulate import simulate
 from tests.planning.test_clock import PAGEABLE
 from tests.support.plan_cases import GIB, STORED, problem
+from tests.support.simulate import simulate
 
 
 def test_no_plan_ends_in_a_thin_tile_that_waits_for_panels() -> None:

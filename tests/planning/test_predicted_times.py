@@ -21,9 +21,9 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.clock import predict
 from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.simulate import simulate
 from tests.support.plan_cases import GIB, MIB, STORED, problem
 from tests.support.products import changed
+from tests.support.simulate import simulate
 from tests.support.suite import slow, thinned
 
 

@@ -20,11 +20,11 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.tiling import TileShape
 from tests.support.products import product_of
 from tests.support.schedule_check import ScheduleError, verify
+from tests.support.simulate import simulate
 from tests.support.suite import examples
 
 MEMORY = InMemory(itemsize=4, zero_copy_width=8192)

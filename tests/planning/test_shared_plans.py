@@ -19,11 +19,11 @@ from oocgemm.planning import (
     shared_plan,
 )
 from oocgemm.planning.cost import clock as clock_of
-from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.search import planner, shared_plans
 from oocgemm.planning.setting import Setting
 from tests.support.plan_cases import STORED
 from tests.support.products import product_of
+from tests.support.simulate import simulate
 from tests.support.suite import each_value, slow
 
 GIB = 1 << 30

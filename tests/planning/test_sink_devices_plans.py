@@ -18,11 +18,11 @@ from oocgemm.planning import (
     make_plan,
     shared_plan,
 )
-from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.schedule.dealing import SharedSchedule, deal_rows
 from oocgemm.planning.schedule.operation import Kind
 from tests.support.products import product_of
 from tests.support.schedule_check import verify
+from tests.support.simulate import simulate
 from tests.support.suite import each_value, examples
 
 PLAIN = InMemory(itemsize=4, zero_copy_width=8192)

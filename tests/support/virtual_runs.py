@@ -17,10 +17,10 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.planning.cost.simulate import duration
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.timeline import Recorder, Timeline
 from tests.support.products import product_of
+from tests.support.simulate import duration
 
 GIB = 1 << 30
 CHUNKS = Layouts(Chunked((512, 512)), Chunked((512, 512)), Chunked(writing=Writing((512, 512))))

@@ -1,6 +1,6 @@
 """The virtual clock: predict the time of a candidate without creating the operations of its schedule.
 
-The clock goes through the run in program order, as `oocgemm.planning.cost.simulate` does, but only keeps the
+The clock goes through the run in program order, as a simulation of the schedule does, but only keeps the
 times at which streams and slots become free. It is fast because it collapses what is periodic: the steps of a
 tile, the tiles of a row, the rows of tiles. Each is repeated until all times grow at constant rates. The rest
 is skipped, up to the repetition in which one time could overtake another.

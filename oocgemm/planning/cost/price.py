@@ -1,7 +1,7 @@
 """What an operation costs, in seconds, and at which rate a link or a store delivers a block.
 
-This is the only place that turns sizes into times. `oocgemm.planning.cost.simulate` and
-`oocgemm.planning.cost.clock` decide which operations overlap.
+This is the only place that turns sizes into times. `oocgemm.planning.cost.clock` decides which operations
+overlap.
 """
 
 from collections.abc import Sequence
