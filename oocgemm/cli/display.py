@@ -68,8 +68,6 @@ def print_traceback() -> None:
 
 
 class _Stream(io.TextIOBase):
-    """Writes to a stream without control characters."""
-
     def __init__(self, stream: io.TextIOBase) -> None:
         self._stream = stream
 
@@ -325,7 +323,6 @@ def _print_gantt(out: Console, found: Distribution | None, timeline: Timeline) -
 
 
 def _shown(found: Distribution) -> list[int]:
-    """Return the positions of the devices to print, in ascending order."""
     by_compute = sorted(range(len(found.units)), key=lambda number: found.units[number].compute)
     return sorted(by_compute[:MAX_UNITS])
 

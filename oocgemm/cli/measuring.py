@@ -28,9 +28,8 @@ from oocgemm.machine import kernel_bench
 from oocgemm.machine.calibrate import calibrate as measure
 from oocgemm.machine.kernel_bench import chart
 from oocgemm.planning import OPERANDS
-from oocgemm.reports import exports
 from oocgemm.reports.charts import roofline_of
-from oocgemm.reports.exports import check_writable, writing
+from oocgemm.reports.exports import check_writable, export, writing
 from oocgemm.service.client import Client
 from oocgemm.system import cache
 from oocgemm.system.text import plain
@@ -244,14 +243,16 @@ def report(
         raise click.UsageError("give a TIMELINE, or --job ID for a job of a service")
     if len(jobs) > 2:
         raise click.UsageError(f"--job was given {len(jobs)} times, and at most two jobs can be compared")
-    exports.check_outputs(outputs)
+    for kind, path in outputs.items():
+        if path is not None:
+            check_writable(f"--{kind}", path)
     if jobs:
         logs, recorded = _of_jobs(jobs, service)
     else:
         recorded = [read_log(log) for log in logs]
     with damage(*logs):
         figures = [figures_of(one) for one in recorded]
-        written = exports.export(logs, recorded, outputs)
+        written = export(logs, recorded, outputs)
         if as_json:
             several = {"same_product": same_product(recorded), "runs": [one.to_dict() for one in figures]}
             print_json(figures[0].to_dict() if len(logs) == 1 else several)

@@ -92,8 +92,6 @@ def exit_code(error: Exception) -> int:
 
 
 class _Notes(logging.Handler):
-    """A logging handler that prints each log record as a note on stderr."""
-
     def emit(self, record: logging.LogRecord) -> None:
         print_note(record.getMessage())
 

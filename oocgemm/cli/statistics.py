@@ -220,7 +220,6 @@ def pca(
 
 
 def _listed(numbers: NDArray[np.float64], digits: int) -> str:
-    """Return the first numbers as text."""
     more = ", ..." if len(numbers) > SHOWN else ""
     return ", ".join(f"{number:.{digits}g}" for number in numbers[:SHOWN]) + more
 
@@ -247,7 +246,6 @@ def _counting(iterations: int, scores: bool, say: Callable[[str], None]) -> Call
 
 
 def _print_plan(planned: PCAPlan, *, as_json: bool) -> None:
-    """Print how often X is read, and the plan of a pass."""
     if as_json:
         read = {"passes": planned.passes, "statistics": planned.statistics, "checks": planned.checks}
         print_json(read | {"bytes_read": planned.bytes_read, "pass": planned.pass_plan.to_dict()})

@@ -385,7 +385,6 @@ class Check:
         return signs
 
     def _group(self, cols: Range) -> int:
-        """Return the index of the group that contains a range of columns."""
         return int((cols[0] - self._cuts[0]) // self._blocks.group)
 
 

@@ -318,7 +318,6 @@ def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> It
 
 
 def _round(size: int) -> int:
-    """Round a budget up to whole GiB, or to whole MiB below 8 GiB."""
     unit = 1 << 30 if size >= 8 << 30 else 1 << 20
     return -(-size // unit) * unit
 

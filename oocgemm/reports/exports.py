@@ -257,13 +257,6 @@ def _feeds(source: Span, span: Span) -> bool:
     return before < after
 
 
-def check_outputs(outputs: Mapping[str, str | None]) -> None:
-    """Raise `InputError` if one of the files cannot be written. Call this before a timeline is read."""
-    for kind, path in outputs.items():
-        if path is not None:
-            check_writable(f"--{kind}", path)
-
-
 def export(
     logs: Sequence[str], timelines: Sequence[Timeline], outputs: dict[str, str | None]
 ) -> list[tuple[str, str]]:

@@ -2,13 +2,12 @@
 
 - `protocol`: what server and clients agree on: states of jobs, actions, errors. Pure.
 - `backfill`: which queued jobs start now, and why the others wait. Pure.
-- `limits`: the devices of the machine, and what all jobs together may occupy.
+- `limits`: named folders and paths below them, the devices, and what all jobs together may occupy.
+- `confinement`: what processes that open arrays may use.
 - `job_store`: the jobs, in an SQLite database. Each change of state is one transaction.
 - `job_planner`: what a job computes, and the process that finds out for the server what it needs.
 - `job_worker`: the process that computes jobs, and the files of a job.
-- `worker_pool`: starts such processes, and finds those that an earlier server started.
-- `dispatcher`: the loop that ties these together.
-- `roots`: named folders, and paths below them. `confinement`: what processes that open arrays may use.
+- `dispatcher`: the loop that ties these together, and the workers that it starts and keeps.
 - `http`: the HTTP server. `page`: its page, for browsers.
 - `client`: `Client` and `Job`, for users. `transport`: how they reach the server.
 

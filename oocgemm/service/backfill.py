@@ -87,8 +87,6 @@ class Decision:
 
 @dataclass
 class _Occupied:
-    """What running jobs occupy."""
-
     limits: Limits
     devices: dict[int, int] = field(default_factory=dict)  # free bytes
     jobs: dict[int, int] = field(default_factory=dict)

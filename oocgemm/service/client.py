@@ -381,7 +381,6 @@ class Client:
         return islice(self._pages([*query, ("limit", str(min(limit or PAGE, PAGE)))]), limit)
 
     def _pages(self, query: list[tuple[str, str]]) -> Iterator[Job]:
-        """Yield the jobs of all pages of a list."""
         cursor: list[tuple[str, str]] = []
         while True:
             page = self._transport.call("GET", f"/v1/jobs?{urlencode(query + cursor)}").json()

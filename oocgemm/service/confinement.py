@@ -1,6 +1,6 @@
 """What processes that open arrays of users may use: files, by Landlock, and environment variables.
 
-A path that `roots.resolve` has checked can be replaced by a symbolic link before a job opens it. A chunk of
+A path that `limits.resolve` has checked can be replaced by a symbolic link before a job opens it. A chunk of
 an array can be such a link from the start. So the check serves clear messages only, and Landlock
 (landlock(7), Linux 5.13 and later) is the boundary. Workers and planners call `restrict_to`.
 
@@ -28,7 +28,7 @@ import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.system import cache
 
-# The folders that jobs may "read", and those that they may "write" too: see `roots.allowed_folders`.
+# The folders that jobs may "read", and those that they may "write" too: see `limits.allowed_folders`.
 Confinement = Mapping[str, Sequence[str]]
 
 # The numbers of the system calls are the same on all architectures. glibc has no wrappers.
@@ -286,7 +286,6 @@ def _allow(ruleset: int, path: Path, rights: int) -> int:
 
 
 def _call(number: int, *arguments: object) -> int:
-    """Make a system call. Raise `OSError` if it fails."""
     return _check(_libc().syscall(ctypes.c_long(number), *arguments))
 
 

@@ -89,7 +89,6 @@ class Process:
 
     @property
     def dead(self) -> bool:
-        """Whether the process has ended."""
         # Unlike select(2), poll(2) takes descriptors above 1023: a server may have many connections.
         asking = select.poll()
         asking.register(self.handle, select.POLLIN)
@@ -119,7 +118,6 @@ class Process:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be given a job."""
         return self.ended and self.idle and not self.dead and self.channel is not None
 
     @property
@@ -128,7 +126,6 @@ class Process:
         return [self.handle] if self.channel is None else [self.handle, self.channel.fileno()]
 
     def send(self, signum: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signum)
 
@@ -367,7 +364,6 @@ class WorkerPool:
                 shutil.rmtree(each[0].folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Let all workers end."""
         for process in self.processes():  # idle ones end since the socket is closed
             process.close()
         self._idle.clear()
@@ -463,7 +459,6 @@ class Dispatcher:
             os.eventfd_write(self._woken, 1)
 
     def folder_of(self, job: str) -> Path:
-        """Return the folder of a job."""
         return self._folder / "jobs" / job
 
     def step(self) -> None:
@@ -605,7 +600,6 @@ class Dispatcher:
         self._decided = () if starting else state
 
     def _start(self, job: JobRecord, device: int) -> None:
-        """Start a queued job."""
         if job.state is not State.QUEUED:
             return
         job = self._store.move(job, State.STARTING, attempt=job.attempt + 1, device=device, reason=None)
@@ -625,7 +619,6 @@ def _running(job: JobRecord, now: float, device: int | None = None) -> Running:
 
 
 def _why(result: dict[str, Any] | None, code: int | None) -> str:
-    """Say how a process ended."""
     if result is not None:
         return str(result["error"])
     if code is not None and code < 0:
@@ -634,7 +627,6 @@ def _why(result: dict[str, Any] | None, code: int | None) -> str:
 
 
 def _take(path: Path) -> int:
-    """Take the lock of a state folder; return its file descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

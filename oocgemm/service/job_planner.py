@@ -111,7 +111,6 @@ def arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _argument(name: str, value: Any) -> Any:
-    """Return the value of an option, given in JSON."""
     if isinstance(value, list):
         if len(value) != 2 or any(type(each) is not int for each in value):
             raise InputError(f"option {name} must be two integers, such as [1024, 1024], not {value}")

@@ -319,7 +319,6 @@ class JobStore:
         return found + [_waiting(row, Reason.RETRY_AT) for row in late]
 
     def needs_of(self, jobs: Sequence[str]) -> dict[str, list[str]]:
-        """Return the ids of the jobs that each job needs."""
         found: dict[str, list[str]] = {job: [] for job in jobs}
         marks = ", ".join("?" * len(jobs))
         for row in self._read(f"SELECT job, needs FROM deps WHERE job IN ({marks}) ORDER BY needs", *jobs):
@@ -350,11 +349,9 @@ class JobStore:
         return [self.get(each) for each in json.loads(found[0]["jobs"])]
 
     def unfinished(self, owner: str) -> int:
-        """Return how many jobs of an owner have not ended."""
         return int(self._read(f"SELECT count(*) FROM jobs WHERE owner = ? AND {_UNFINISHED}", owner)[0][0])
 
     def counts(self) -> dict[State, int]:
-        """Return how many jobs are in each state."""
         found = self._read("SELECT state, count(*) AS number FROM jobs GROUP BY state")
         return dict.fromkeys(State, 0) | {State(row["state"]): row["number"] for row in found}
 
@@ -518,7 +515,6 @@ class JobStore:
             self._event(job, "deleted")
 
     def charge(self, owner: str, seconds: float) -> None:
-        """Add device seconds to the usage of an owner."""
         now = self._clock()
         with self.together() as db:
             row = db.execute("SELECT * FROM usage WHERE owner = ?", (owner,)).fetchone()

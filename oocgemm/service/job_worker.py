@@ -194,7 +194,6 @@ def _attempt(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]
 
 
 def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the product; return how that ended."""
     spec = order["spec"]
     try:
         from oocgemm.verbs.gemm import gemm  # this imports NumPy
@@ -342,7 +341,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, data: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Replace the contents of a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
     try:
         os.write(descriptor, json.dumps(data).encode())

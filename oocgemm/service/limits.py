@@ -52,8 +52,6 @@ class PathError(InputError):
 
 
 class _How(ctypes.Structure):
-    """``struct open_how`` of openat2(2)."""
-
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 

@@ -109,8 +109,6 @@ class Address:
 
 
 class _SocketConnection(http.client.HTTPConnection):
-    """A connection to a unix socket."""
-
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=CONNECT_SECONDS)
         self._path = path
@@ -148,7 +146,6 @@ class Backoff:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew, after a success."""
         self._until = time.monotonic() + self._patience
         self._delay = FIRST_DELAY
 

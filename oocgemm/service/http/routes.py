@@ -486,7 +486,6 @@ def _file(service: Service, path: Path, asked: str | None, media: str) -> Respon
 
 
 def _part(content: bytes, asked: str | None, media: str) -> Response:
-    """Return the contents of a file, or a range of these."""
     found = None if asked is None else _range(asked, len(content))
     headers = {"Accept-Ranges": "bytes"}
     if found is None:
@@ -590,8 +589,6 @@ def devices(service: Service) -> DevicesView:
 
 
 class _Figures(Collector):
-    """The metrics of a service, computed when they are asked for."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
 

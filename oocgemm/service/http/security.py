@@ -146,7 +146,6 @@ class Tokens(JobStore):
         return self.create(own_name(), Scope.ADMIN, self._clock() + SESSION_SECONDS)[1]
 
     def list(self) -> list[AccessToken]:
-        """Return all tokens, sorted by name."""
         rows = self._read("SELECT id, name, scopes, expires, last_used FROM tokens ORDER BY name, id")
         return [
             AccessToken(number, name, Scope[scope.upper()], *times) for number, name, scope, *times in rows
@@ -222,7 +221,6 @@ class RequestGuard:
         self._requests = 0
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a request."""
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

@@ -137,14 +137,12 @@ class _Protocol(H11Protocol):
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin a connection."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS or _is_foreign(transport.get_extra_info("socket")):
             transport.close()
         self._late = self.loop.call_later(HEAD_SECONDS, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._in_time()
@@ -164,7 +162,6 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End a connection."""
         self._in_time()
         super().connection_lost(exc)
 
@@ -302,7 +299,6 @@ def _unix_socket(path: Path) -> socket.socket:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove a socket that a server has left."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:

@@ -272,7 +272,6 @@ class Service:
 
     @property
     def roots(self) -> dict[str, Root]:
-        """The folders of operands and results, by name."""
         return dict(self.config.roots)
 
     def limits(self) -> Limits:
@@ -301,12 +300,10 @@ class Service:
         self.store.close()
 
     def end_streams(self) -> None:
-        """Let all requests end that wait for changes."""
         self.feed.closed = True
         self.feed.wake()
 
     def view(self, job: JobRecord, needs: Sequence[str] = ()) -> JobView:
-        """Return the JSON of a job."""
         spec = job.spec
         starts = self.dispatcher.starts if job.state is State.QUEUED else {}
         stored: dict[str, Any] = {
@@ -334,7 +331,6 @@ class Service:
         return replace_folder(display_all(self.roots, text), self.config.state, "STATE/")
 
     def views(self, jobs: Sequence[JobRecord]) -> list[JobView]:
-        """Return the JSON of several jobs."""
         needs = self.store.needs_of([job.id for job in jobs])
         return [self.view(job, needs[job.id]) for job in jobs]
 
