@@ -200,17 +200,9 @@ def pca(
             error.add_note(hint)
         raise
     if as_json:
-        print_json(
-            {
-                "out": out,
-                "passes": found.passes,
-                "singular_values": found.singular_values.tolist(),
-                "explained_variance": found.explained_variance.tolist(),
-                "residuals": found.residuals.tolist(),
-                "errors": found.errors.tolist(),
-                "converged": found.converged,
-            }
-        )
+        arrays = ("singular_values", "explained_variance", "residuals", "errors")
+        lists = {name: getattr(found, name).tolist() for name in arrays}
+        print_json({"out": out, "passes": found.passes} | lists | {"converged": found.converged})
     elif not quiet:
         again = ", and again to check each product" if options["verify"] else ""
         click.echo(f"X was read {found.passes} times{again}, in {format_time(perf_counter() - started)}")

@@ -10,8 +10,9 @@ start now only if they do not delay it. This is EASY backfill (Lifka, *The ANL/I
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import inf
+from typing import Any
 
 from oocgemm.service.protocol import Reason
 
@@ -27,6 +28,10 @@ class Need:
     device: int = 0
     host: int = 0
     disk: int = 0
+
+    def in_bytes(self) -> dict[str, Any]:
+        """Return ``device_bytes``, ``host_bytes`` and ``disk_bytes``."""
+        return {f"{name}_bytes": size for name, size in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -390,7 +390,7 @@ class JobStore:
         row = {
             **{"id": number, "owner": job.owner, "name": job.name, "state": state, "priority": job.priority},
             **{"spec": json.dumps(job.spec), "plan": json.dumps(job.plan), "predicted_s": job.seconds},
-            **{"device_bytes": job.need.device, "host_bytes": job.need.host, "disk_bytes": job.need.disk},
+            **job.need.in_bytes(),
             **{"c_path": job.c_path, "attempt": 0, "failures": 0, "max_attempts": job.max_attempts},
             **{"deadline": job.deadline, "created": self._clock(), "version": 1},
         }

@@ -370,14 +370,7 @@ async def _dry_run(service: Service, body: JobBody, user: Identity) -> PlanView:
         return job, None if body.held or body.needs else service.dispatcher.predict(waiting)
 
     job, start = await service.plans.turn(user.name, plan)
-    return PlanView(
-        plan=job.plan,
-        device_bytes=job.need.device,
-        host_bytes=job.need.host,
-        disk_bytes=job.need.disk,
-        predicted_s=job.seconds,
-        predicted_start=start,
-    )
+    return PlanView(plan=job.plan, **job.need.in_bytes(), predicted_s=job.seconds, predicted_start=start)
 
 
 async def _new_jobs(service: Service, bodies: list[JobBody], user: Identity) -> list[NewJob]:

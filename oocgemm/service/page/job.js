@@ -2,10 +2,9 @@
 import { call } from "./api.js";
 import { Keyed, atMostEvery, h, say, setText, show } from "./dom.js";
 import { attempts } from "./attempts.js";
-import { Live } from "./live.js";
+import { Live, newer } from "./live.js";
 import { log } from "./log.js";
 import { bar, chip, facts, lanes, nothing, problemBox } from "./parts.js";
-import { newer } from "./progress.js";
 import { report } from "./report.js";
 import { tiles } from "./tiles.js";
 import {

@@ -10,6 +10,10 @@ const KINDS = [
 ];
 const RETRY_SECONDS = [1, 2, 4, 8];
 
+// Returns how many tiles of C a job has written. The service never counts fewer tiles than before. Its answers and
+// events come over several connections and overtake each other, so the larger count is the newer one.
+export const newer = (before, now) => (before && before.done > (now?.done ?? 0) ? before : now);
+
 export class Live {
   // `path` is that of the stream, `onEvent` is called with each event, `onOpen` with each connection, so that the view
   // loads what it has missed. `onState` is called with "connecting", "live" or "lost"; with null at the end.

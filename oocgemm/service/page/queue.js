@@ -2,9 +2,8 @@
 import { call } from "./api.js";
 import { devices } from "./devices.js";
 import { Keyed, atMostEvery, h, setText, show } from "./dom.js";
-import { Live } from "./live.js";
+import { Live, newer } from "./live.js";
 import { bar, chip, nothing, problemBox } from "./parts.js";
-import { newer } from "./progress.js";
 import {
   ACTIVE, FINAL, ago, count, duration, left, percent, reason, shape, soon, spaced, stamp, time, title,
 } from "./words.js";
