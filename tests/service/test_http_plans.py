@@ -1,4 +1,4 @@
-"""Requests that plan jobs wait in a few threads of their own, in turn, and delay no other request."""
+"""Requests that plan jobs wait for a thread of their own, in turn, and delay no other request."""
 
 import asyncio
 import http.client

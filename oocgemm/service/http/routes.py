@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import (
     FileResponse,
@@ -82,49 +82,39 @@ _ENDED: dict[int | str, dict[str, Any]] = {
 logger = logging.getLogger("oocgemm")
 
 
-def routes() -> APIRouter:
-    """Return the routes of events."""
-    router = APIRouter(prefix="/v1", tags=["events"], default_response_class=StreamingResponse)
-
-    @router.get("/events", responses=_STREAM)
-    async def all_events(
-        service: Shared,
-        user: User,
-        after: Number | None = None,
-        last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
-    ) -> StreamingResponse:
-        """Send the changes of all jobs, from now on or after the event with a number."""
-        seen = _after(after, last)
-        return _stream(
-            service, user, None, await run_in_threadpool(service.store.newest) if seen is None else seen
-        )
-
-    @router.get("/jobs/{job}/events", responses=_STREAM | _ENDED)
-    async def job_events(
-        job: str,
-        service: Shared,
-        user: User,
-        after: Number | None = None,
-        last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
-    ) -> Response:
-        """Send the changes of a job, all or those after the event with a number, until it has ended."""
-        found = await run_in_threadpool(service.store.get, job)
-        seen = _after(after, last)
-        if found.state in FINAL and seen and not await run_in_threadpool(service.store.events, seen, job):
-            return Response(status_code=204)  # tells an EventSource not to connect again
-        return _stream(service, user, job, seen or 0)
-
-    return router
-
-
-def _after(after: int | None, last: str | None) -> int | None:
+def _after(
+    after: Number | None = None, last: Annotated[str | None, Header(alias="Last-Event-ID")] = None
+) -> int | None:
     """Return the number of the last event that a client has: of its Last-Event-ID, or else `after`."""
     valid = last is not None and last.isascii() and last.isdecimal() and len(last) < 19
     return int(last) if last is not None and valid else after
 
 
-def _stream(service: Service, user: Identity, job: str | None, after: int) -> StreamingResponse:
-    events = _events(service, user, job, after)
+After = Annotated[int | None, Depends(_after)]
+
+
+def event_routes() -> APIRouter:
+    """Return the routes of events."""
+    router = APIRouter(prefix="/v1", tags=["events"], default_response_class=StreamingResponse)
+
+    @router.get("/events", responses=_STREAM)
+    async def all_events(service: Shared, user: User, after: After) -> StreamingResponse:
+        """Send the changes of all jobs, from now on or after the event with a number."""
+        after = await run_in_threadpool(service.store.newest) if after is None else after
+        return _stream(_events(service, user, None, after))
+
+    @router.get("/jobs/{job}/events", responses=_STREAM | _ENDED)
+    async def job_events(job: str, service: Shared, user: User, after: After) -> Response:
+        """Send the changes of a job, all or those after the event with a number, until it has ended."""
+        found = await run_in_threadpool(service.store.get, job)
+        if found.state in FINAL and after and not await run_in_threadpool(service.store.events, after, job):
+            return Response(status_code=204)  # tells an EventSource not to connect again
+        return _stream(_events(service, user, job, after or 0))
+
+    return router
+
+
+def _stream(events: AsyncIterator[str]) -> StreamingResponse:
     return StreamingResponse(events, headers=HEADERS, media_type="text/event-stream")
 
 
@@ -435,11 +425,7 @@ def file_routes() -> APIRouter:
     @router.get("/timeline", response_class=PlainTextResponse, responses=_answers("application/x-ndjson"))
     def get_timeline(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
         """Return the timeline of the last attempt, for `oocgemm report`."""
-        service.store.get(job)
-        path = service.dispatcher.folder_of(job) / TIMELINE
-        if not path.exists():
-            raise HTTPException(404, f"job {job} has no timeline yet: wait until it has ended")
-        return _file(service, path, range, "application/x-ndjson")
+        return _file(service, _recorded(service, job, "timeline"), range, "application/x-ndjson")
 
     @router.get("/report", response_class=HTMLResponse, responses=_answers("text/html"))
     def get_report(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
@@ -447,16 +433,22 @@ def file_routes() -> APIRouter:
         from oocgemm.reports.exports import page
         from oocgemm.timeline import read_log
 
-        found = service.store.get(job)
-        path = service.dispatcher.folder_of(job) / TIMELINE
-        if not path.exists():
-            raise HTTPException(404, f"job {job} has no report yet: wait until it has ended")
-        html = service.shown(page([(found.name or job, read_log(str(path)))])).encode()
+        path, name = _recorded(service, job, "report"), service.store.get(job).name
+        html = service.shown(page([(name or job, read_log(str(path)))])).encode()
         answer = _part(html, range, "text/html; charset=utf-8")
         answer.headers["Content-Security-Policy"] = REPORT_POLICY
         return answer
 
     return router
+
+
+def _recorded(service: Service, job: str, what: str) -> Path:
+    """Return the path of a job's timeline, which `what` is made of. Raises an error if there is none."""
+    service.store.get(job)
+    path = service.dispatcher.folder_of(job) / TIMELINE
+    if not path.exists():
+        raise HTTPException(404, f"job {job} has no {what} yet: wait until it has ended")
+    return path
 
 
 def _answers(media: str) -> dict[int | str, dict[str, Any]]:

@@ -51,7 +51,7 @@ def create(service: Service) -> FastAPI:
     app.state.service = service
     routers = (
         routes.job_routes(),
-        routes.routes(),
+        routes.event_routes(),
         routes.file_routes(),
         routes.machine_routes(),
         routes.page_routes(),
