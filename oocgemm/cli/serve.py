@@ -23,6 +23,7 @@ _STATE = click.option(
     metavar="FOLDER",
     help="Folder of the queue, the logs and the timelines.  [default: ~/.local/state/oocgemm]",
 )
+_PEM = click.Path(exists=True, path_type=Path)
 _SCOPES = ("read", "submit", "admin")
 # The file of the state folder with the URL to sign in, if it is not printed.
 LOGIN = "login-url"
@@ -45,8 +46,8 @@ LOGIN = "login-url"
 @click.option("--listen", metavar="HOST:PORT", help="Also listen here, such as 127.0.0.1:8642, for tokens.")
 @click.option("--allow-remote", is_flag=True, help="Let --listen be reachable from other machines.")
 @click.option("--behind-proxy", is_flag=True, help="A proxy in front of --listen ends TLS.")
-@click.option("--tls-cert", type=click.Path(exists=True, path_type=Path), help="PEM file for TLS.")
-@click.option("--tls-key", type=click.Path(exists=True, path_type=Path), help="PEM file for TLS.")
+@click.option("--tls-cert", "certificate", type=_PEM, help="PEM file for TLS.")
+@click.option("--tls-key", "key", type=_PEM, help="PEM file for TLS.")
 @click.option(
     "--allow-host",
     "hosts",
@@ -81,16 +82,20 @@ LOGIN = "login-url"
     show_default=True,
     help="What computes the jobs.",
 )
-@click.option("--no-confine", is_flag=True, help="Do not restrict jobs to the roots by Landlock.")
+@click.option(
+    "--no-confine",
+    "confine",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Do not restrict jobs to the roots by Landlock.",
+)
 def serve(
     state: Path | None,
     roots: tuple[str, ...],
     socket: Path | None,
     listen: str | None,
     hosts: tuple[str, ...],
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    no_confine: bool,
     **options: Any,
 ) -> None:
     """Run a queue of products in front of the GPUs of this machine.
@@ -117,9 +122,6 @@ def serve(
         socket=socket.absolute() if socket is not None else folder / "serve.sock",
         listen=None if listen is None else parse_address(listen),
         hosts=frozenset(hosts),
-        certificate=tls_cert,
-        key=tls_key,
-        confine=not no_confine,
         **options,
     )
     make_state(folder)

@@ -190,15 +190,11 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         if key not in named:
             named.add(key)
             name = span.lane if not row[span.id] else f"{span.lane} {row[span.id] + 1}"
-            process = _process(Unit(span.worker, span.device), workers)
-            yield {"ph": "M", "name": "process_name", **place, "args": {"name": process}}
-            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
-            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": place["tid"]}}
+            yield from _names(place, _process(Unit(span.worker, span.device), workers), name, place["tid"])
         facts = {"tile": f"{span.tile[0]},{span.tile[1]}", "step": span.step}
         facts |= {"bytes": span.bytes, "flops": span.flops}
         what = span.kind if span.kind == "multiply" else f"{span.kind} {span.operand}"
-        times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
-        yield {"ph": "X", "name": what, "cat": span.lane, **times, **place, "args": facts}
+        yield _complete(what, span.lane, span.start, span.end, place, facts)
         # A panel that does not fill its slot leaves a part of an older panel there. A span that uses the slot
         # waits for both uploads, but uses only the newer panel. So among operations of the same kind and
         # operand, only the one that was issued last gets an arrow.
@@ -218,24 +214,31 @@ def _device_tracks(timeline: Timeline, numbers: Mapping[Unit, int], first: int) 
     for unit, did in activities(timeline).items():
         parts = workers[unit.worker].parts if workers else ()
         attempts = [(part.start_ns, part.end_ns, f"part {part.part}", _facts(part)) for part in parts]
-        causes: list[tuple[int, int, str, dict[str, Any]]] = [
-            (start, end, why, {}) for start, end, why in did
-        ]
-        for number, (name, events) in enumerate(
-            (("parts", sorted(attempts, key=itemgetter(0))), ("activity", causes))
-        ):
+        causes = [(start, end, why, dict[str, Any]()) for start, end, why in did]
+        tracks = ("parts", sorted(attempts, key=itemgetter(0))), ("activity", causes)
+        for number, (name, events) in enumerate(tracks):
             place = {"pid": numbers[unit], "tid": first + number}
-            process = {"name": _process(unit, workers)}
-            yield {"ph": "M", "name": "process_name", **place, "args": process}
+            yield from _names(place, _process(unit, workers), name, number - 2)
             yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": numbers[unit]}}
-            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
-            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": number - 2}}
             cursor = 0  # attempts may overlap by errors of the clock, but events of a track must not
             for start, end, what, facts in events:
                 begin = max(start, cursor)
                 cursor = max(end, begin)
-                times = {"ts": begin / 1e3, "dur": (cursor - begin) / 1e3}
-                yield {"ph": "X", "name": what, "cat": name, **times, **place, "args": facts}
+                yield _complete(what, name, begin, cursor, place, facts)
+
+
+def _names(place: Mapping[str, int], process: str, thread: str, order: int) -> Iterator[dict[str, Any]]:
+    """Yield the names of a track and of its process, and its position among the tracks."""
+    yield {"ph": "M", "name": "process_name", **place, "args": {"name": process}}
+    yield {"ph": "M", "name": "thread_name", **place, "args": {"name": thread}}
+    yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": order}}
+
+
+def _complete(
+    name: str, lane: str, start: int, end: int, place: Mapping[str, int], facts: dict[str, Any]
+) -> dict[str, Any]:
+    times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
+    return {"ph": "X", "name": name, "cat": lane, **times, **place, "args": facts}
 
 
 def _facts(part: Attempt) -> dict[str, Any]:
