@@ -133,7 +133,7 @@ def serve(
 def _ready(service: Any, addresses: list[str]) -> None:
     devices = ", ".join(f"{each.number}: {each.name}" for each in service.devices)
     click.echo(f"devices: {devices} ({service.backend})")
-    for root in service.roots.values():
+    for root in service.config.roots.values():
         click.echo(f"root {root.name}: {root.folder} ({'rw' if root.writable else 'ro'})")
     if not service.config.confine:
         click.echo("jobs are not confined to the roots")

@@ -383,7 +383,8 @@ async def _new_jobs(service: Service, bodies: list[JobBody], user: Identity) -> 
 
 def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:
     """Plan a job. Raises `PathError` for a path that is not allowed, and what `Planner.plan` raises."""
-    paths = {name: str(resolve(service.roots, getattr(body, name), write=name == "c")) for name in "abc"}
+    roots = service.config.roots
+    paths = {name: str(resolve(roots, getattr(body, name), write=name == "c")) for name in "abc"}
     spec: dict[str, Any] = {**paths, "options": dict(body.options)}
     try:
         found = service.planner.plan(spec, service.limits(), service.backend)
@@ -510,7 +511,7 @@ def machine_routes() -> APIRouter:
         """Return the folders of operands and results. Users of the unix socket see where they lie."""
         found = [
             RootView(name=root.name, folder=str(root.folder) if user.local else None, writable=root.writable)
-            for root in service.roots.values()
+            for root in service.config.roots.values()
         ]
         return RootsView(roots=found)
 

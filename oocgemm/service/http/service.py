@@ -270,10 +270,6 @@ class Service:
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    @property
-    def roots(self) -> dict[str, Root]:
-        return dict(self.config.roots)
-
     def limits(self) -> Limits:
         """Return what jobs may occupy now. Without a quota, this is what is free on the disk."""
         return _current(self.config, self.fixed)
@@ -309,7 +305,7 @@ class Service:
         stored: dict[str, Any] = {
             name: getattr(job, name) for name in JobView.model_fields if hasattr(job, name)
         }
-        paths: dict[str, Any] = {name: display(self.roots, spec[name]) for name in "abc"}
+        paths: dict[str, Any] = {name: display(self.config.roots, spec[name]) for name in "abc"}
         stored["error"] = None if job.error is None else self.shown(job.error)
         stored["warnings"] = [self.shown(each) for each in job.warnings]
         return JobView(
@@ -326,7 +322,7 @@ class Service:
 
     def shown(self, text: str) -> str:
         """Return a text for users: paths in roots as they write them, and no other path of the service."""
-        return replace_folder(display_all(self.roots, text), self.config.state, "STATE/")
+        return replace_folder(display_all(self.config.roots, text), self.config.state, "STATE/")
 
     def views(self, jobs: Sequence[JobRecord]) -> list[JobView]:
         needs = self.store.needs_of([job.id for job in jobs])
@@ -386,7 +382,8 @@ class Service:
             logger.error("%s", error)
             found.append("the database is damaged: see the log of the server")
         try:
-            if min(free_space(self.roots.values()), disk_usage(self.config.state).free) < MIN_FREE:
+            free = free_space(self.config.roots.values()), disk_usage(self.config.state).free
+            if min(free) < MIN_FREE:
                 found.append(
                     "less than 64 MiB are free on the disk of a writable root or of the state folder"
                 )
