@@ -17,7 +17,7 @@ the tile to where a run in one process would have written them, and commits the 
   result of the worker's task only says that the attempt has ended, and why.
 
 If C is not stored, an attempt writes a *state* in place of redo files, such as sums of rows, when all of its
-tiles are finished (`states`).
+tiles are finished (`attempts`).
 
 A child process ends if its coordinator has ended, or says so, or cannot be seen for `attempts.TTL` seconds.
 It also ends with its worker (`child.Watch`). One that has opened a GPU stays for the next tasks
@@ -26,7 +26,7 @@ It also ends with its worker (`child.Watch`). One that has opened a GPU stays fo
 Modules: `distribute` is the entry point in the process of the caller. `survey` checks the workers before
 anything is written. `crew` has the workers: threads of this process, an executor, or a dask cluster.
 `coordinator` decides which worker computes which part, and drives all of it. `slices` adds the partial
-products of a divided k. `states` has results that are kept in memory. `tasks` is what is sent to workers,
+products of a divided k. `tasks` is what is sent to workers,
 `processes` what runs in a worker, and `child` in its child processes. `attempts` has the files that
 coordinator and child processes share.
 """

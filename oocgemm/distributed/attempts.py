@@ -9,6 +9,12 @@ An attempt of a worker at a part has the folder ``attempts/NAME`` in the journal
 The coordinator creates the folder, and the child process everything in it. If the folder has been removed,
 the child process cannot create its journal. So no tile of an attempt that was given up counts later.
 
+If C is not stored, what a worker keeps of a part, such as sums of rows, is in the memory of its process. When
+all tiles of the part are finished, it writes this *state* to a file in the attempt's folder, and then one
+line with all tiles to the journal. So an attempt counts as a whole, or not at all. The coordinator merges
+states into the result. `Sink.merge` says how: what is added up to one number comes from one part, since a
+part has whole rows of tiles (`Plan.has_whole_rows`). So bits do not depend on the number of workers.
+
 The *fence* is the file by which the coordinator shows that it is alive. It rewrites the file twice a second
 with another `beat`, and removes it at its end. Each coordinator has a random `epoch`. A child process works
 for one epoch. It ends if the file is missing or has another epoch, or if the beat stays the same for `TTL`
@@ -26,24 +32,28 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import cast
+from typing import Any, Protocol, cast
 from uuid import uuid4
 
+from oocgemm import stores
+from oocgemm.distributed.tasks import pack, unpack
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO, append_line, done_entries, parse_line
-from oocgemm.jobs.output import Journaled, Target, remove_shared
+from oocgemm.jobs.output import Journaled, Target, create_output, remove_shared
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import TileQueue
-from oocgemm.planning import TileGrid
+from oocgemm.planning import Plan, TileGrid
 from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Range, Tile
+from oocgemm.stores import Collecting, Matrix
 from oocgemm.stores.capabilities import Resumable, ResumableMatrix
-from oocgemm.stores.files import open_regular, read_regular
+from oocgemm.stores.files import fingerprint_of, open_regular, read_regular
+from oocgemm.system.cache import write_whole
 from oocgemm.system.threads import process_start, running_system, start
 
 # Seconds between two beats, and seconds after which a coordinator without a new beat counts as dead.
 INTERVAL, TTL = 0.5, 30.0
-LOG = "log.jsonl"
+LOG, STATE = "log.jsonl", "state"
 _NAME = re.compile(r"(?P<epoch>[0-9a-f]+)-(?P<part>\d+)-(?P<number>\d+)")
 
 
@@ -79,7 +89,6 @@ class Fence:
 
     @property
     def epoch(self) -> str:
-        """The epoch of this coordinator."""
         return self._sign.epoch
 
     def end(self, attempts: Collection[str]) -> None:
@@ -173,7 +182,6 @@ class AttemptId:
         return f"{self.epoch}-{self.part}-{self.number}"
 
     def folder(self, sidecar: Path) -> Path:
-        """Return the attempt's folder, given the journal's folder of C."""
         return sidecar / ATTEMPTS / self.name
 
 
@@ -224,6 +232,13 @@ class Tail:
                 yield (entry["done"][0], entry["done"][1]), entry["files"]
 
 
+class SharedResult(Protocol):
+    """Takes over what attempts have finished."""
+
+    def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
+        """Take over a tile from the folder of an attempt. Return False if its files are not visible yet."""
+
+
 class RedoFiles:
     """Moves the redo files of attempts into C."""
 
@@ -231,10 +246,7 @@ class RedoFiles:
         self._target, self._grid = target, grid
 
     def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
-        """Move a tile's redo files to where C is written, and commit it.
-
-        Return False if its files are not visible yet.
-        """
+        """Move a tile's redo files to where C is written, and commit it."""
         blocks, matrix = self._grid.blocks(tile), self._target.matrix
         if redo_fingerprint(matrix, folder / REDO, blocks) != files:
             return False
@@ -294,3 +306,67 @@ class _AttemptCommitter(TileQueue):
         files = {tile: redo_fingerprint(self._matrix, self._folder, own) for tile, own in tiles.items()}
         append_line(self._file, done_entries(files))
         self.recorded += len(tiles)
+
+
+def state_of(matrix: Matrix, plan: Plan) -> Sequence[Any]:
+    """Return what the result of a part has: what it has collected, or the rows of its tiles."""
+    if isinstance(matrix, Collecting):
+        return matrix.state()
+    every = stores.memory(matrix)
+    lines = sorted({line for tile in plan.tiles for line in (tile if plan.grid.cover.halves else tile[:1])})
+    return [(rows, every[slice(*rows)]) for rows in map(plan.grid.rows, lines)]
+
+
+def merge_state(matrix: Matrix, state: Sequence[Any]) -> None:
+    """Add what a part has to the whole result."""
+    if isinstance(matrix, Collecting):
+        matrix.merge(state)
+        return
+    for rows, kept in state:
+        matrix.write(rows, (0, kept.shape[1]), kept)
+
+
+class StateTarget(Target):
+    """The result of a part, in the memory of the child process that computes it."""
+
+    whole = False
+
+    def __init__(self, job: PreparedRun, folder: Path) -> None:
+        """Begin an attempt in a folder."""
+        self.matrix = create_output(job)
+        self._folder, self._plan = folder, job.plan
+
+    def seal(self) -> None:
+        path = self._folder / STATE
+        try:
+            write_whole(path, pack(state_of(self.matrix, self._plan)))
+            file = os.open(self._folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise ExecutionError(f"the result of a part cannot be written: {error}") from error
+        try:
+            append_line(file, done_entries(dict.fromkeys(self._plan.tiles, fingerprint_of([path]))))
+        finally:
+            os.close(file)
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class States:
+    """Merges the states of attempts into the result."""
+
+    def __init__(self, result: Matrix) -> None:
+        self._result = result
+        self._merged: set[Path] = set()
+
+    def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
+        """Merge the state of the attempt that has finished a tile. Return False if it is not visible yet."""
+        if folder not in self._merged:
+            if fingerprint_of([folder / STATE]) != files:
+                return False
+            merge_state(self._result, unpack(folder / STATE))
+            self._merged.add(folder)
+        return True

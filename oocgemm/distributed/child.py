@@ -43,9 +43,9 @@ MAX_MESSAGES = 100
 
 
 def die_with_parent() -> None:
-    """Let the system kill this process when the thread that started it ends.
+    """Let the system kill this process when the thread that started it ends, as when a worker is killed.
 
-    This covers a worker that is killed. Where the system cannot do it, a `Watch` ends the process.
+    Where the system cannot do it, a `Watch` ends the process.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -59,14 +59,12 @@ class Watch:
     ) -> None:
         """Start to watch.
 
-        Args:
-            pipe: file descriptor of the end of the pipe that this process reads. The worker writes nothing
-                to it until `end` has been called.
-            cancel: stops the run. If the run does not stop within `processes.PATIENCE` seconds, the process
-                exits, which is safe at any time.
-            reason: returns why the process should end for another reason, or None. It is called every
-                `processes.INTERVAL` seconds.
-            clean_up: called before the process exits.
+        - `pipe`: the end of the pipe that this process reads. The worker writes nothing to it until `end` is
+          called.
+        - `cancel`: stops the run. If it does not stop within `processes.PATIENCE` seconds, the process exits,
+          which is safe at any time. Before, it calls `clean_up`.
+        - `reason`: returns why the process should end for another reason, or None, every `processes.INTERVAL`
+          seconds.
         """
         self._pipe, self._cancel, self._reason, self._clean_up = pipe, cancel, reason, clean_up
         self._ended, self._end = os.pipe()
@@ -102,7 +100,6 @@ def probe(task: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a worker has, as plain data: see `survey.WorkerFacts`. Open A and B, and the device.
 
     `task` has the path of a file that only machines with the coordinator's storage can see, and what it says.
-    Raises what `oocgemm.gemm` raises for operands and devices.
     """
     from oocgemm import backends
     from oocgemm.jobs.operands import open_operands
@@ -156,13 +153,9 @@ def _place(backend: str, device: int) -> str:
 
 
 def compute(spec: PartSpec) -> dict[str, Any]:
-    """Compute a part. Return plain data: its operations and what went wrong without failing.
-
-    Raises what `oocgemm.gemm` raises.
-    """
+    """Compute a part. Return plain data: its operations and what went wrong without failing."""
     from oocgemm import backends, stores
-    from oocgemm.distributed.attempts import LOG, AttemptTarget, clean_up
-    from oocgemm.distributed.states import StateTarget
+    from oocgemm.distributed.attempts import LOG, AttemptTarget, StateTarget, clean_up
     from oocgemm.engine.prefetch import Prefetch
     from oocgemm.jobs.execute import execute
     from oocgemm.jobs.prepare import check_memory, prepare

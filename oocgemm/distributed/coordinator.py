@@ -12,22 +12,30 @@ from concurrent.futures import BrokenExecutor, CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import Any
 
 from oocgemm.distributed import processes as in_worker
 from oocgemm.distributed.attempts import (
     LOG,
     AttemptId,
     Fence,
+    SharedResult,
     Tail,
     old_attempts,
     remove_attempts,
 )
 from oocgemm.distributed.crew import Crew, Task
-from oocgemm.distributed.survey import WorkerFacts
+from oocgemm.distributed.survey import (
+    Survey,
+    WorkerFacts,
+    check_alike,
+    check_cores,
+    check_memory,
+    environment_of,
+)
 from oocgemm.distributed.tasks import Given, PartSpec
-from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.journal import COORDINATOR, GIVEN
+from oocgemm.errors import ExecutionError, InputError, OocGemmError
+from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, GIVEN
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.tiling import Tile
@@ -91,19 +99,16 @@ class Window:
         return not self._part_of
 
     def is_left(self, tile: Tile) -> bool:
-        """Tell whether a tile is not finished."""
         return tile in self._part_of
 
     def left(self, part: int) -> frozenset[Tile]:
-        """Return the unfinished tiles of a part."""
         return frozenset(self._parts[part].left)
 
     def next(self, worker: str, workers: Collection[str]) -> tuple[int, int] | None:
-        """Give a worker that has no part the next one.
+        """Return the number of the next part for a worker that has none, and the number of the attempt at it.
 
-        Returns the number of the part, and the number of the attempt at it, from 1 on. Returns None if there
-        is no part for this worker. A part that failed on a worker is given to another one if there is another
-        one among `workers`, all those present.
+        Returns None if there is no part for this worker. A part that failed on a worker is given to another
+        one if there is another one among `workers`, all those present.
         """
         usable = [name for name in workers if self._failures.get(name, 0) < MAX_ATTEMPTS]
         if usable and worker not in usable:
@@ -144,30 +149,9 @@ class Window:
         return None
 
 
-class Welcome(Protocol):
-    """Surveys workers that join during a run."""
-
-    def ask(self, name: str) -> Task:
-        """Ask a worker what it has."""
-
-    def read(self, name: str, task: Task) -> WorkerFacts | None:
-        """Return what a worker has answered; None if it cannot take part."""
-
-
-class SharedResult(Protocol):
-    """Takes over what attempts have finished."""
-
-    def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
-        """Take over a tile from the folder of an attempt, if its files there have this fingerprint."""
-
-
 @dataclass
 class _Running:
-    """An attempt in a worker.
-
-    `ended` is when its task was seen to have ended, `surplus` when its part was seen to be complete, both by
-    the monotonic clock.
-    """
+    """An attempt in a worker: when its task was seen to have ended, and its part to be complete."""
 
     attempt: AttemptId
     task: Task
@@ -184,31 +168,28 @@ class Coordinator:
     def __init__(
         self,
         job: PreparedRun,
+        header: dict[str, Any],
         sidecar: Path,
         result: SharedResult,
         parts: tuple[Part, ...],
         crew: Crew,
+        survey: Survey,
         found: Mapping[str, WorkerFacts],
-        meet: Welcome,
         given: Given,
-        specify: Callable[[str], dict[str, Any]],
         finished: Callable[[Tile], None],
     ) -> None:
         """Prepare a run.
 
-        Args:
-            job: the run.
-            sidecar: a folder that all workers see: that of C's journal, which this process has locked.
-            result: takes over what attempts have finished.
-            parts: the parts, in the order in which they are begun.
-            crew: the workers.
-            found: the workers that take part from the beginning, by name.
-            meet: surveys the workers that join during the run.
-            given: what the workers are given.
-            specify: returns the fields of `PartSpec` that are the same for all parts of a worker, and the
-                environment of its child processes.
-            finished: called with each tile that is in C.
+        - `header`: that of the journal of the run.
+        - `sidecar`: a folder that all workers see: that of C's journal, which this process has locked.
+        - `result`: takes over what attempts have finished.
+        - `parts`: in the order in which they are begun.
+        - `survey`: surveys the workers that join during the run.
+        - `found`: the workers of the crew that take part from the beginning, by name.
+        - `given`: what the workers are given.
+        - `finished`: called with each tile that is in C.
         """
+        self._job, self._header = job, header
         self._sidecar, self._result = sidecar, result
         self._parts = {part.number: part for part in parts}
         self._tiles = {part.number: frozenset(part.tiles(job.plan.grid)) for part in parts}
@@ -216,11 +197,10 @@ class Coordinator:
         self._crew = crew
         self._found = dict(found)
         self._known = dict(found)  # with those that have vanished
-        self._meet = meet
+        self._survey, self._nonce = survey, sidecar / ATTEMPTS / "nonce"
         self._asked: dict[str, Task] = {}  # workers that have joined, and were asked what they have
         self._refused: set[str] = set()
-        self._given, self._specify = given, specify
-        self._finished = finished
+        self._given, self._finished = given, finished
         self._running: dict[str, _Running] = {}
         self._tails: dict[AttemptId, Tail] = {}
         self._unseen: dict[AttemptId, dict[Tile, str]] = {}  # finished tiles whose files are not visible yet
@@ -293,13 +273,27 @@ class Coordinator:
         """Ask the workers that have joined what they have, and let them take part if that suffices."""
         for name in names:
             if name not in self._found and name not in self._refused and name not in self._asked:
-                self._asked[name] = self._meet.ask(name)
+                self._nonce.parent.mkdir(exist_ok=True)
+                self._survey.write(self._nonce)
+                self._asked[name] = self._survey.ask(name, self._nonce)
         for name in [name for name, task in self._asked.items() if task.done() or name not in names]:
-            found = self._meet.read(name, self._asked.pop(name)) if name in names else None
+            found = self._joined(name, self._asked.pop(name)) if name in names else None
             if found is None:
                 self._refused.add(name)
             else:
                 self._found[name] = self._known[name] = found
+
+    def _joined(self, name: str, task: Task) -> WorkerFacts | None:
+        """Return what a worker that has joined has answered; None if it cannot take part."""
+        try:
+            joined = self._survey.timed(self._survey.read(name, task, self._nonce))
+            check_alike([next(iter(self._known.values())), joined])
+            check_memory(self._job.plan, [joined])
+            check_cores([joined], self._job.output.noted["threads"])
+        except OocGemmError as error:
+            logger.warning("%s does not take part: %s", name, error)
+            return None
+        return joined
 
     def _begin_parts(self, fence: Fence) -> None:
         for name in self._found:
@@ -309,10 +303,10 @@ class Coordinator:
             attempt = AttemptId(fence.epoch, number, count)
             folder = attempt.folder(self._sidecar)
             folder.mkdir(parents=True)
-            part, common = self._parts[number], self._specify(name)
-            environment = common.pop("environment")
+            part, worker = self._parts[number], self._known[name]
             spec = PartSpec(
-                **common,
+                header=self._header,
+                library=worker.library,
                 given=str(self._sidecar / GIVEN),
                 rows=part.rows,
                 cols=part.cols,
@@ -322,7 +316,9 @@ class Coordinator:
                 epoch=fence.epoch,
                 attempt=attempt.name,
             )
-            text = json.dumps(spec.to_dict() | {"environment": environment})
+            # On a GPU, the process that has answered the survey computes the part.
+            threads = self._job.output.noted["threads"] if worker.backend == "host" else None
+            text = json.dumps(spec.to_dict() | {"environment": environment_of(threads)})
             task = self._crew.submit(name, in_worker.run, text)
             task.add_done_callback(lambda _: self._wake.set())
             self._running[name] = _Running(attempt, task)
@@ -361,10 +357,7 @@ class Coordinator:
             self._ended(name, why)
 
     def _why_failed(self, name: str, running: _Running) -> str | None:
-        """Return why an attempt failed; None if it succeeded.
-
-        Raises errors that no other attempt can avoid.
-        """
+        """Return why an attempt failed; None if it succeeded. Raise what no other attempt can avoid."""
         try:
             result = running.task.result()
         except BrokenExecutor as error:

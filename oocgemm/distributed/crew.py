@@ -132,10 +132,7 @@ class OnExecutor(Crew):
 
 
 def connect(address: str | None = None, file: str | None = None) -> Any:
-    """Connect to a scheduler by its address, or by the file that ``dask scheduler --scheduler-file`` writes.
-
-    Raises `InputError` if none answers.
-    """
+    """Connect to a scheduler by its address, or by the file that ``dask scheduler`` writes."""
     where = f"at {address}" if file is None else f"of {file}"
     client = _client()
     try:

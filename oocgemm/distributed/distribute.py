@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter_ns, time
@@ -15,28 +14,24 @@ from typing import Any
 
 from oocgemm import stores
 from oocgemm.backends import Backend
-from oocgemm.distributed.attempts import RedoFiles
+from oocgemm.distributed.attempts import RedoFiles, SharedResult, States
 from oocgemm.distributed.coordinator import Coordinator
-from oocgemm.distributed.coordinator import SharedResult as Taken
-from oocgemm.distributed.crew import Cluster, Crew, OnExecutor, Task, Threads
+from oocgemm.distributed.crew import Cluster, Crew, OnExecutor, Threads
 from oocgemm.distributed.slices import Compute, add_slices, partial_products, parts_again
-from oocgemm.distributed.states import States
 from oocgemm.distributed.survey import (
-    THREADS,
     Survey,
     WorkerFacts,
+    blas_threads,
     check_alike,
     check_memory,
-    environment_of,
     planning_engine,
     sharers,
     with_shares,
 )
 from oocgemm.distributed.tasks import Given
-from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
+from oocgemm.errors import BudgetError, InputError, NotFoundError
 from oocgemm.jobs import output, support
 from oocgemm.jobs.execute import check_log, check_log_apart, conclude, disk_errors, recorder
-from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun, prepare
@@ -47,7 +42,7 @@ from oocgemm.jobs.stats import Findings, keeping
 from oocgemm.jobs.steps import further, with_further
 from oocgemm.machine import info
 from oocgemm.planning import Kind as OperationKind
-from oocgemm.planning import Lane, Plan
+from oocgemm.planning import Lane
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.parts.partition import partition
 from oocgemm.planning.tiling import Tile
@@ -63,7 +58,7 @@ logger = logging.getLogger("oocgemm")
 def run_distributed(request: Request, progress: Progress | None, cancel: Cancel) -> Result:
     """Compute a product with the workers that a request names, and return when C is durable.
 
-    Raises what `oocgemm.gemm` raises. Before the first part begins, nothing of C is written.
+    Before the first part begins, nothing of C is written.
     """
     origin, started = perf_counter_ns(), time()
     with TemporaryDirectory(prefix="oocgemm-") as temporary, crew_of(request) as crew:
@@ -82,7 +77,7 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
         described = {"name": engine.name, "kernel": request.where.kernel} | engine.describe()
         known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described}
         noted = {
-            "threads": _threads(job, crew, found.values()),
+            "threads": blas_threads(crew, found.values(), job.output.resumed),
             "k_slices": 1 + max((part.k_slice for part in parts), default=0),
         }
         job = replace(job, output=replace(job.output, noted=noted))
@@ -147,8 +142,8 @@ def _absolute(request: Request) -> Request:
 def plan_for_workers(request: Request, plan: Callable[[Request], ReadyPlan]) -> ReadyPlan:
     """Return the plan that workers would follow, without asking them what they have.
 
-    Workers of this machine share its budgets. Other workers are taken to have a machine and a device each,
-    like those of this process. `plan` plans a request for one process.
+    Workers of this machine share its budgets. Others are taken to have a machine and a device each, like
+    those of this process. `plan` plans a request for one process.
     """
     with crew_of(request) as crew:
         count = len(crew.names())
@@ -222,7 +217,7 @@ def _run(
         def compute(job: PreparedRun, target: output.Target, parts: tuple[Part, ...]) -> None:
             """Compute all tiles of parts that are not done."""
             sidecar, header = folder / "states", output.header_of(job)
-            result: Taken = States(target.matrix)
+            result: SharedResult = States(target.matrix)
             if isinstance(target, output.Journaled):
                 assert job.output.earlier is not None
                 sidecar, header = job.output.earlier.local, target.header
@@ -230,14 +225,14 @@ def _run(
             sidecar.mkdir(exist_ok=True)
             coordinator = Coordinator(
                 job,
+                header,
                 sidecar,
                 result,
                 parts,
                 crew,
+                survey,
                 found,
-                _Welcome(survey, job, found, sidecar),
                 _given(job, findings),
-                partial(_specify, job, found, header),
                 _observer(job, progress, origin),
             )
             try:
@@ -262,7 +257,8 @@ def _run(
                 wall = perf_counter_ns() - origin
             finally:
                 merged = merge(log, logs)
-            log.finish(wall, _together(merged, facts) | _held(results))
+            held = {x: max((one["held"][x] for one in results), default=0) for x in ("device", "host")}
+            log.finish(wall, _together(merged, facts) | {"held": held})
         finally:
             log.close()
     logger.info("C is done in %s", format_time(log.wall / 1e9))
@@ -319,85 +315,23 @@ def _together(merged: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _held(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the field of the log's header with the most memory that any worker held, in bytes."""
-    return {"held": {x: max((one["held"][x] for one in results), default=0) for x in ("device", "host")}}
+def _observer(job: PreparedRun, progress: Progress | None, origin: int) -> Callable[[Tile], None]:
+    """Return a function to call with each finished tile. It calls the progress callback of the run.
 
-
-def _observer(job: PreparedRun, progress: Progress | None, origin: int) -> Any:
-    """Return a function to call with each finished tile. It calls the progress callback of the run."""
-    observe = progress(job.plan) if progress is not None else None
+    The callback gets a span with the flops of the tile and its bytes in C. It has no length, since another
+    process did the work.
+    """
+    plan = job.plan
+    observe = None if progress is None else progress(plan)
+    place = OperationKind.WRITE.value, "C", Lane.WRITE.value, "tile", 0
 
     def finished(tile: Tile) -> None:
         if observe is not None:
-            observe(_tile_span(job.plan, tile, perf_counter_ns() - origin))
+            now, depth = perf_counter_ns() - origin, plan.problem.depth
+            flops = plan.problem.step_flops(1, plan.grid.elements(tile), depth)
+            observe(Span(0, *place, tile, 0, now, now, plan.tile_bytes(tile), flops))
 
     return finished
-
-
-def _tile_span(plan: Plan, tile: Tile, now: int) -> Span:
-    """Return a span for a whole tile that has just been finished, for progress callbacks.
-
-    It has the flops of the tile and its bytes in C. It has no length, since another process did the work.
-    """
-    flops = plan.problem.step_flops(1, plan.grid.elements(tile), plan.problem.depth)
-    place = OperationKind.WRITE.value, "C", Lane.WRITE.value, "tile", 0
-    return Span(0, *place, tile, 0, now, now, plan.tile_bytes(tile), flops)
-
-
-class _Welcome:
-    """Surveys workers that join during a run. Those that take part are added to `found`."""
-
-    def __init__(
-        self, survey: Survey, job: PreparedRun, found: dict[str, WorkerFacts], sidecar: Path
-    ) -> None:
-        self._survey = survey
-        self._job = job
-        self._found = found
-        self._nonce = sidecar / ATTEMPTS / "nonce"
-
-    def ask(self, name: str) -> Task:
-        self._nonce.parent.mkdir(exist_ok=True)
-        self._survey.write(self._nonce)
-        return self._survey.ask(name, self._nonce)
-
-    def read(self, name: str, task: Task) -> WorkerFacts | None:
-        try:
-            joined = self._survey.timed(self._survey.read(name, task, self._nonce))
-            check_alike([next(iter(self._found.values())), joined])
-            check_memory(self._job.plan, [joined])
-            _check_cores([joined], self._job.output.noted["threads"])
-        except OocGemmError as error:
-            logger.warning("%s does not take part: %s", name, error)
-            return None
-        self._found[name] = joined
-        return joined
-
-
-def _threads(job: PreparedRun, crew: Crew, found: Collection[WorkerFacts]) -> int:
-    """Return how many threads the BLAS of every worker must use: with other numbers, bits may differ.
-
-    A resumed run uses as many as the run that it resumes. Raises `InputError` if a worker has too few cores.
-    """
-    asked = next((os.environ[name] for name in THREADS if crew.local and name in os.environ), "")
-    shares = sharers(found)
-    threads = max(1, min(len(one.cores) // shares[one.worker][2] for one in found))
-    if job.output.resumed is not None:
-        threads = job.output.resumed.header.get("threads") or min(len(one.cores) for one in found)
-    elif asked.isdecimal() and int(asked):
-        threads = int(asked)
-    _check_cores(found, threads)
-    return threads
-
-
-def _check_cores(found: Collection[WorkerFacts], threads: int) -> None:
-    """Raise `InputError` if the BLAS of a worker cannot use this number of threads."""
-    for one in found:
-        if one.backend == "host" and len(one.cores) < threads:
-            raise InputError(
-                f"{one.worker} on {one.host} has {len(one.cores)} cores, but C is computed with {threads} "
-                f"threads of the BLAS, so its bits could differ: use workers with at least {threads} cores"
-            )
 
 
 def _given(job: PreparedRun, findings: Findings) -> Given:
@@ -405,13 +339,3 @@ def _given(job: PreparedRun, findings: Findings) -> Given:
     budgets = job.plan.budgets
     request = job.request.with_options(memory=None, device_memory=budgets.device, host_memory=budgets.host)
     return Given.of(request, findings)
-
-
-def _specify(
-    job: PreparedRun, found: dict[str, WorkerFacts], header: dict[str, Any], name: str
-) -> dict[str, Any]:
-    """Return what a worker needs for any part: see `Coordinator`."""
-    one = found[name]
-    # On a GPU, the process that has answered the survey computes the part.
-    threads = job.output.noted["threads"] if one.backend == "host" else None
-    return {"header": header, "library": one.library, "environment": environment_of(threads)}

@@ -91,11 +91,9 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def wait(self) -> int:
-        """Return the exit code of a process that is ending or is killed."""
         return self._process.wait()
 
     def printed(self) -> str:
@@ -150,9 +148,9 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 class _Starter:
-    """The thread that starts the child processes of a process. The system kills them when it ends.
+    """The thread that starts this process's children. The system kills them when it ends (`die_with_parent`).
 
-    (`die_with_parent`.) So it must outlive the threads that give tasks to them.
+    So it must outlive the threads that give tasks to them.
     """
 
     def __init__(self) -> None:
@@ -168,7 +166,6 @@ class _Starter:
         return found
 
     def call(self, popen: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[bytes]":
-        """Call a function in the thread, and return its result."""
         return self._pool.submit(popen).result()
 
     def forget_child(self) -> None:

@@ -8,7 +8,7 @@ applies alpha and beta.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -57,16 +57,12 @@ def add_block(
 ) -> None:
     """Replace a block of C by ``alpha (P_0 + P_1 + ...) + beta C``. The sum is rounded after each addition.
 
-    Args:
-        products: the partial products P_q in the accumulator's dtype, stacked (`Slicing`).
-        slicing: the slices.
-        problem: has alpha, beta and the dtypes.
-        old: the block of C, C-contiguous. It is not read if beta = 0.
-        rows, cols: where the block is in C.
-        note: called after each operation. The step is the number of the slice.
+    - `products`: the partial products P_q in the accumulator's dtype, stacked (`Slicing`).
+    - `problem`: has alpha, beta and the dtypes.
+    - `old`: the block of C, C-contiguous, at `rows` and `cols`. It is not read if beta = 0.
+    - `note`: called after each operation. The step is the number of the slice.
 
-    Raises:
-        ExecutionError: the dtype of C is an integer, and an element is outside its range.
+    Raises `ExecutionError` if the dtype of C is an integer, and an element is outside its range.
     """
     # Sums of int8 products are integers that float64 represents exactly.
     total = np.zeros(old.shape, np.float64 if problem.exact else products.dtype)
@@ -103,15 +99,8 @@ def add_slices(
 ) -> None:
     """Compute all tiles of a plan that are not done from the partial products of its slices, in threads.
 
-    Args:
-        products, slicing: the partial products, as for `add_block`.
-        plan: the plan of the whole product.
-        target: where C is written, and read from if beta is not 0.
-        log: records the reads, sums and writes.
-        origin: value of `perf_counter_ns` from which the times in the log are counted.
-        cancel: lets another thread stop the work.
-
-    Raises the first error of a thread, or that of `cancel`.
+    `plan` is that of the whole product, which is written to `target`, and read from there if beta is not 0.
+    Times in `log` are counted from `origin`, a value of `perf_counter_ns`.
     """
     stopped: list[BaseException] = []
     lock = threading.Lock()
@@ -124,7 +113,7 @@ def add_slices(
             log.add(Span(*place, tile, step, start - origin, now - origin, size, 0))
 
     def add(tile: Tile) -> None:
-        for rows, cols in _blocks(plan, tile):
+        for rows, cols in pieces(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]), plan.chunks, MIN_ELEMENTS):
             if stopped:
                 return
             block = np.empty((length(rows), length(cols)), numpy_dtype(plan.problem.c_dtype))
@@ -153,11 +142,6 @@ def add_slices(
         raise stopped[0]
 
 
-def _blocks(plan: Plan, tile: Tile) -> Iterator[tuple[Range, Range]]:
-    """Cut a tile of C into blocks of whole chunks."""
-    yield from pieces(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]), plan.chunks, MIN_ELEMENTS)
-
-
 def _scalar(problem: GemmProblem, value: complex) -> complex:
     return value if numpy_dtype(problem.c_dtype).kind == "c" else value.real
 
@@ -167,11 +151,8 @@ def partial_products(
 ) -> tuple[Matrix, Slicing]:
     """Compute the partial products of all slices of k; return them, stacked, and the slices.
 
-    Args:
-        job: the whole product.
-        engine: the backend for which it is planned.
-        parts: its parts. Each belongs to one slice.
-        compute: computes parts of a job, and moves their tiles into its C.
+    `job` is the whole product, planned for `engine`. Each of its `parts` belongs to one slice. `compute`
+    computes parts of a job, and moves their tiles into its C.
     """
     plan = job.plan
     slicing = Slicing.of(plan.grid, 1 + max(part.k_slice for part in parts))
@@ -205,8 +186,8 @@ def partial_products(
 def parts_again(plan: Plan, workers: int, k_slices: int) -> tuple[Part, ...]:
     """Divide the plan of an interrupted run into about as many parts as there are workers.
 
-    The tiles and the slices of k are those of the plan, from which the bits of C follow. Of the divisions of
-    each slice, the one is chosen whose parts read least of A and B.
+    The bits of C follow from the tiles and the slices of k of the plan. Of the divisions of each slice, the
+    one is chosen whose parts read least of A and B.
     """
     if plan.has_whole_rows:
         return bands(plan.grid, workers)

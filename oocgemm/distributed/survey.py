@@ -27,6 +27,7 @@ from oocgemm.distributed.tasks import Given
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.jobs.prepare import budgets_of
 from oocgemm.jobs.request import Request
+from oocgemm.jobs.resume import Earlier
 from oocgemm.jobs.stats import Findings
 from oocgemm.kernels.ladder import check_plan
 from oocgemm.planning import Budgets, GemmProblem, Plan
@@ -74,7 +75,6 @@ class WorkerFacts:
 
     @property
     def arithmetic(self) -> tuple[str, str, str]:
-        """What multiplies."""
         return self.backend, self.kernel, self.library
 
 
@@ -240,8 +240,7 @@ def sharers(found: Collection[WorkerFacts]) -> dict[str, tuple[int, int, int]]:
 def with_shares(request: Request, found: Collection[WorkerFacts]) -> Request:
     """Divide the memory budgets of a request among the workers that share a host or a device.
 
-    A budget is an upper bound for a host, or for a device, however many workers use it. All workers get the
-    budgets of the worker with the least memory, since they follow one plan.
+    All workers get the budgets of the worker with the least memory, since they follow one plan.
     """
     shared = sharers(found)
     if request.budgets.memory is not None and all(one.backend == "host" for one in found):
@@ -275,6 +274,32 @@ def check_memory(plan: Plan, found: Collection[WorkerFacts]) -> None:
                     f"of {tier} memory together, {format_size(free)} are free: pass a smaller "
                     f"--{'device-memory' if tier == 'device' else option}, or use fewer workers"
                 )
+
+
+def blas_threads(crew: Crew, found: Collection[WorkerFacts], earlier: Earlier | None) -> int:
+    """Return how many threads the BLAS of every worker must use: with other numbers, bits may differ.
+
+    A resumed run uses as many as the run that it resumes. Raises `InputError` if a worker has too few cores.
+    """
+    asked = next((os.environ[name] for name in THREADS if crew.local and name in os.environ), "")
+    shares = sharers(found)
+    threads = max(1, min(len(one.cores) // shares[one.worker][2] for one in found))
+    if earlier is not None:
+        threads = earlier.header.get("threads") or min(len(one.cores) for one in found)
+    elif asked.isdecimal() and int(asked):
+        threads = int(asked)
+    check_cores(found, threads)
+    return threads
+
+
+def check_cores(found: Collection[WorkerFacts], threads: int) -> None:
+    """Raise `InputError` if the BLAS of a worker cannot use this number of threads."""
+    for one in found:
+        if one.backend == "host" and len(one.cores) < threads:
+            raise InputError(
+                f"{one.worker} on {one.host} has {len(one.cores)} cores, but C is computed with {threads} "
+                f"threads of the BLAS, so its bits could differ: use workers with at least {threads} cores"
+            )
 
 
 def planning_engine(found: Collection[WorkerFacts]) -> Backend:

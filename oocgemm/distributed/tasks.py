@@ -49,12 +49,10 @@ class PartSpec:
     attempt: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the part as plain data."""
         return asdict(self) | {"task": "part"}
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "PartSpec":
-        """Rebuild a part from plain data."""
         values = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
         made = {"rows": tuple(data["rows"]), "cols": tuple(data["cols"])}
         return cls(**values | made | {"done": tuple((i, j) for i, j in data["done"])})
@@ -91,12 +89,10 @@ class Given:
         return cls(request, findings, nonce)
 
     def packed(self) -> bytes:
-        """Return the content of a file, from which `unpacked` makes an equal value."""
         return pack(self)
 
     @classmethod
     def unpacked(cls, path: str | Path) -> "Given":
-        """Read a file that `packed` made. Raises `OSError` or `ValueError` if that is impossible."""
         found: Given = unpack(path)
         return found
 

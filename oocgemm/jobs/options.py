@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from oocgemm import backends, stores
 from oocgemm.engine.executor import Observer
+from oocgemm.errors import InputError
 from oocgemm.jobs import support
 from oocgemm.jobs.steps import Epilogue
 from oocgemm.planning import COMPUTES, Op, Plan, TileShape
@@ -877,6 +878,14 @@ def types_of(verb: str | type, name: str) -> frozenset[Any]:
     kind = get_args(_annotations(verb)[name])[0]
     alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     return frozenset(alternatives) - {type(None)}
+
+
+def check_choices(verb: str, **given: Any) -> None:
+    """Raise `InputError` for a value that is not one of the choices of an option of a verb. None is one."""
+    options = options_of(verb)
+    for name, value in given.items():
+        if value is not None and value not in options[name].choices:
+            raise InputError(f"{name} = {value!r}: choose one of {', '.join(options[name].choices)}")
 
 
 def check_names(function: str, options: Iterable[str], known: type | Iterable[str]) -> None:

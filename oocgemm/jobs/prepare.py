@@ -37,7 +37,7 @@ from oocgemm.jobs.resume import (
 )
 from oocgemm.jobs.stats import Sweep, correction, cosine_scales, epilogue_numbers, factors, swept
 from oocgemm.jobs.steps import digest_of, open_further
-from oocgemm.jobs.transforming import as_read, check_constant, expanded, memory_of, readable_both
+from oocgemm.jobs.transforming import as_read, check_constant, expanded, memory_of, readable
 from oocgemm.machine.info import models, stored_on, take_probe
 from oocgemm.planning import (
     Budgets,
@@ -401,7 +401,10 @@ def prepare(
             check_complete(*(x for x in (a, b, d) if x is not None))
             _warn_of_triangles(*{id(x): x for x in (a, b)}.values())
             request.c.check_place(partial(_bytes_of_c, request, problem))
-        a, b = readable_both(request, problem, a, b, sweep_of(request, engine))
+        if problem.depth and not problem.finds_numbers:  # else nothing is read, or not before the run
+            memory, sweep, same = memory_of(request), sweep_of(request, engine), b is a
+            a = readable(a, memory, sweep)
+            b = a if same else readable(b, memory, sweep)
         if request.a.standardize == "scale" and 0 not in a.shape and earlier is None:
             check_constant(a, int(problem.trans_a.swaps), request.a.constant)
         if request.into.cosine:

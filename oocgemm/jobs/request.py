@@ -22,10 +22,10 @@ from oocgemm.jobs.options import (
     Requests,
     Size,
     Transpose,
+    check_choices,
 )
 from oocgemm.jobs.steps import Epilogue, steps_of
 from oocgemm.planning import GemmProblem, Layout, Op, Plan, TileShape
-from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.parts.part import Slicing
 from oocgemm.planning.tiling import Range, Shape
 from oocgemm.planning.units import format_size
@@ -504,8 +504,7 @@ def parse_gram(
     """Return the request of a Gram matrix. Raises `InputError` for a wrong `axis` or `uplo`."""
     if isinstance(axis, bool) or axis not in (0, 1):
         raise InputError(f"axis = {axis!r}: pass 0 for X X^T, which has the rows of X, or 1 for X^T X")
-    if uplo not in (None, *GRAMS):
-        raise InputError(f"uplo = {uplo!r}: choose one of {', '.join(GRAMS)}")
+    check_choices("gram", uplo=uplo)
     x, c, given = stores.located("X", x), Destination.parse(out), dict[str, Any](options)
     gram = (
         uplo

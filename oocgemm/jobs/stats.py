@@ -470,12 +470,6 @@ def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix,
     return StandardizedMatrix(e, axis, scaled=True, centered=False, numbers=numbers, dtype=e.dtype), scales
 
 
-def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
-    """Return the squared norms of the rows of op(A) and of the columns of op(B), as `inverse_norms` does."""
-    rows = squares(a, int(not problem.trans_a.swaps), memory)
-    return rows, rows if b is a else squares(b, int(problem.trans_b.swaps), memory)
-
-
 def identities(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
     """Return a number for each row of op(A) and each column of op(B). Those of equal ones are equal.
 
@@ -637,5 +631,7 @@ def epilogue_numbers(
                 check_range(problem, rows, cols)
                 found.append((rows, cols))
             case Gaussian():
-                found += [squared_norms(problem, a, b, memory), identities(problem, a, b, memory)]
+                rows = squares(a, int(not problem.trans_a.swaps), memory)
+                cols = rows if b is a else squares(b, int(problem.trans_b.swaps), memory)
+                found += [(rows, cols), identities(problem, a, b, memory)]
     return tuple(found)

@@ -309,16 +309,6 @@ def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Numbers, .
     return tuple(numbers)
 
 
-def readable_both(
-    request: Request, problem: GemmProblem, a: Matrix, b: Matrix, sweep: Sweep | None
-) -> tuple[Matrix, Matrix]:
-    """Return A and B so that they can be read (`readable`), within the memory of a request."""
-    if not problem.depth or problem.finds_numbers:  # nothing is read, or not before the run
-        return a, b
-    left = readable(a, memory_of(request), sweep)
-    return left, left if b is a else readable(b, memory_of(request), sweep)
-
-
 def memory_of(request: Request) -> int:
     """Return the bytes that a pass over an operand before the run may take."""
     given = request.budgets.all_host_memory
@@ -345,15 +335,12 @@ def _check(matrix: TransformedMatrix, found: Stats) -> None:
             f"{lines.size} such {matrix.lines}): leave them out, or {_own_numbers(matrix)}"
         )
     if (lines := np.flatnonzero(used & (found.count > 0) & ~np.isfinite(found.variance))).size:
+        after = ", after log1p" if transform.log1p else ""
         raise InputError(
-            f"{_line(matrix, lines[0])} has elements that are Inf or NaN{_after_log(transform)}, so that it "
-            f"has no mean (one of {lines.size} such {matrix.lines}): if NaN stands for missing "
-            "elements, pass missing=float('nan')"
+            f"{_line(matrix, lines[0])} has elements that are Inf or NaN{after}, so that it has no mean (one "
+            f"of {lines.size} such {matrix.lines}): if NaN stands for missing elements, pass "
+            "missing=float('nan')"
         )
-
-
-def _after_log(transform: Transform) -> str:
-    return ", after log1p" if transform.log1p else ""
 
 
 def _hwe(matrix: TransformedMatrix, found: Stats) -> Array:

@@ -181,7 +181,7 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
         mirrored = cols[at] > rows
     once = np.flatnonzero(~mirrored)
     left, right = (
-        Oriented(_in_float64(x), swapped, retries=retries)
+        Oriented(_as_multiplied(x, distances=True), swapped, retries=retries)
         for x, swapped in ((job.a, problem.trans_a.swaps), (job.b, not problem.trans_b.swaps))
     )
     with reading_again(retries, cancel) as check_cancelled:
@@ -193,11 +193,6 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
         exact[again[np.lexsort((rows[again], cols[at[again]]))]] = exact[pairs]
     least = (np.abs(exact) if selection.absolute else exact) >= selection.threshold
     found.settle(at, exact, least)
-
-
-def _in_float64(matrix: Matrix) -> Matrix:
-    chain = chain_of(matrix)
-    return matrix if chain is None else chain.wide()
 
 
 def _cosines(

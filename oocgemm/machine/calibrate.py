@@ -141,7 +141,7 @@ def calibrate(
             f"storage cannot be measured in {folder}: it is not a writable folder; choose one with --path"
         )
     engine = backends.open_backend(backend, device)
-    say = _with_backend(engine, say)
+    say = partial(_say_for, engine.name, say)
     machine = default_model(engine.name, len(os.sched_getaffinity(0)), compiled() is not None)
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
@@ -154,7 +154,9 @@ def calibrate(
     issue = _issue_seconds(engine, machine, sizes.seconds)
     source = numbers(sizes.streamed)
     say("memory")
-    memory = _memory_rate(engine, machine, source, 2 * sizes.chunk, 3 * sizes.seconds)
+    matrix, depth = stores.open_matrix("A", source), min(2 * sizes.chunk, source.shape[1])
+    with streaming(engine, machine, matrix, depth) as run:  # all threads stage its panels
+        memory = rate_of(matrix, typical(lambda: loading_seconds(run()), 3 * sizes.seconds))
     rates |= {"memory": memory} | ({"h2d": memory, "d2h": memory} if machine.unified else {})
     storage, decode = storage_rates(engine, machine, folder, source, sizes.chunk, 3 * sizes.seconds, say)
     if not all(map(isfinite, (*rates.values(), *astuple(storage), decode))):
@@ -187,28 +189,18 @@ def _affordable(shape: tuple[int, int]) -> tuple[int, int]:
     return max(1, min(rows, available_memory() // (64 * cols))), cols
 
 
-def _memory_rate(engine: Backend, machine: MachineModel, source: Array, depth: int, seconds: float) -> float:
-    """Return the bytes per second at which the panels of a matrix in memory are staged by all threads."""
-    matrix = stores.open_matrix("A", source)
-    with streaming(engine, machine, matrix, min(depth, source.shape[1])) as run:
-        return rate_of(matrix, typical(lambda: loading_seconds(run()), seconds))
-
-
-def _with_backend(engine: Backend, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a callback that passes messages on to `say`, prefixed with the name of the backend."""
-    return lambda doing: say(f"{engine.name}: {doing}")
+def _say_for(backend: str, say: Callable[[str], None], doing: str) -> None:
+    say(f"{backend}: {doing}")
 
 
 def _links(
     engine: Backend, machine: MachineModel, sizes: Sizes, source: Array, say: Callable[[str], None]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Measure copies between host and device, and the cost of page faults.
+    """Measure copies between host and device, and the cost of page faults. Return rates and samples by name.
 
-    Returns:
-        - Rates in bytes per second, by name. Two names have other units: `copy_latency` is the part of a
-          copy's time that does not depend on its size, in seconds. `arena_seconds_per_byte` is the time to
-          fault in new memory.
-        - The measured rates of copies, by direction and then by size in bytes.
+    Two rates are no bytes per second: `copy_latency`, in seconds, is the part of a copy's time that does not
+    depend on its size, and `arena_seconds_per_byte` the time to fault in new memory. Samples are the rates of
+    copies, by direction and then by size in bytes.
     """
     say("page faults")
     (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
@@ -277,11 +269,7 @@ def _fill_seconds(bench: Workbench) -> float:
 
 
 def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> float:
-    """Return the time that the host needs to start one operation, in seconds.
-
-    The result is the wall time of a run with tiny tiles, divided by the number of operations. With tiny
-    tiles, the operations themselves take almost no time.
-    """
+    """Return the seconds per operation of a run with tiny tiles: the host needs them to start one."""
     side, tile = 8 * 64, TileShape(64, 64, 64)
     host = 0 if machine.unified else 2
     slots = Slots(2, 2, 1, host, host, host, strip=tile.m, unified=machine.unified)
@@ -305,7 +293,6 @@ def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> fl
 
 
 def _total_seconds(intervals: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds from the first start to the last end. An interval is (start, end) in nanoseconds."""
     return (max(end for _, end in intervals) - min(start for start, _ in intervals)) / 1e9
 
 
@@ -314,13 +301,8 @@ def kernel_rates(
 ) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
     """Measure the rate of products for each dtype and precision.
 
-    An emulated product needs a Prepare operation before it, which splits the operands. The rate of Prepare is
-    measured for each dtype too.
-
-    Returns:
-        - the fitted rates of products, by their names in `RATES`;
-        - the lowest of the rates of Prepare, in bytes of operands per second;
-        - the measured flop/s, by name and then by extent along k.
+    Returns the fitted rates, by their names in `RATES`; the lowest rate of Prepare, which splits the operands
+    of emulated products, in bytes per second; and the measured flop/s, by name and by extent along k.
     """
     some = numbers((64, 1024)).reshape(-1)
     fitted, prepare, samples = {}, [], {}
@@ -373,10 +355,10 @@ def _kernel(
 
 
 def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
-    """Convert measured flop/s to those that products with infinite m and n would have.
+    """Convert measured flop/s, by extent along k, to those of products with infinite m and n.
 
-    `rates` and the result have the flop/s by extent along k. A `KernelRate` is fitted to the result. The
-    machine model predicts lower flop/s for smaller m and n; this function inverts the reduction.
+    A `KernelRate` is fitted to them. This inverts the loss that the machine model predicts for smaller m and
+    n.
     """
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
@@ -386,14 +368,10 @@ def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float
 
 
 def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
-    """Return m, n and k of the product to time.
+    """Return m, n and k of the product to time. Raises `BackendError` if even a small one does not fit.
 
     m and n are `sizes.side`, or half of it for emulated products on the host, which take long. They are
-    halved until the product fits into the share `_FREE_SHARE` of the free device memory. k is the last of
-    `sizes.depths`.
-
-    Raises:
-        BackendError: the product does not fit even if m and n are below 64.
+    halved until the product fits into the share `_FREE_SHARE` of the free device memory.
     """
     slow = machine.shares_cores and compute == "emulated"
     side, free = sizes.side // 2 if slow else sizes.side, engine.free_memory()
@@ -420,17 +398,8 @@ def storage_rates(
 ) -> tuple[StoreRates, float]:
     """Measure the rates of the file system of a folder, with the products of `streaming`.
 
-    Args:
-        engine, machine: the backend and its model.
-        folder: where temporary zarr arrays are written.
-        source: a float64 matrix, the content of these arrays.
-        chunk: rows and columns of the chunks.
-        seconds: duration of each measurement.
-        say: called with a description of each measurement before it starts.
-
-    Returns:
-        The rates of the file system, and the rate at which all cores together decode zstd chunks. All are in
-        bytes per second.
+    `source` is the float64 content of temporary arrays with chunks of `chunk` rows and columns. Returns the
+    rates of the file system, and that at which all cores together decode zstd chunks, in bytes per second.
     """
     temporary = tempfile.TemporaryDirectory(prefix=".oocgemm-calibrate-", dir=folder)
     with temporary:
@@ -464,10 +433,9 @@ def storage_rates(
 def _written(
     machine: MachineModel, folder: str, source: Array, chunk: int, compressor: str, seconds: float
 ) -> tuple[Path, float]:
-    """Write a matrix to a new array, strip by strip, as a run writes a tile of C.
+    """Write a matrix to a new array, strip by strip, as a run writes a tile of C, for `seconds`.
 
-    Writing is repeated for `seconds`. Returns the path of the array, and the bytes per second including the
-    flush to the disk.
+    Returns the path of the array, and the bytes per second including the flush to the disk.
     """
     rows, cols = source.shape
     shape = min(chunk, rows), min(chunk, cols)
@@ -496,8 +464,7 @@ def _written(
 def _evict(folder: Path) -> None:
     """Evict the files in a folder from the page cache, so that the next read comes from the disk.
 
-    Linux cannot evict dirty pages. It starts to write them back, and a later call evicts them. A sync is
-    not used, because it could wait for the writes of other programs.
+    Linux cannot evict dirty pages: it starts to write them back, and a later call evicts them.
     """
     for path in _files(folder):
         descriptor = os.open(path, os.O_RDONLY)

@@ -61,12 +61,7 @@ _tried = set[str]()
 
 @dataclass(frozen=True)
 class Models:
-    """What is known of the rates of a machine.
-
-    - `default`: the model with default rates.
-    - `best`: the model with the rates that are known best. Plans are made with it.
-    - `calibration`: the calibration that `best` has its rates from; None if there is none.
-    """
+    """The model with default rates, that with the best known ones, and the calibration of these, if any."""
 
     default: MachineModel
     best: MachineModel
@@ -81,10 +76,8 @@ def models(
 ) -> Models:
     """Return the models that predict run times on a device.
 
-    Args:
-        backend: "host" or "cuda".
-        device: identity of the device, as `backends.identity` returns it.
-        reads, writes: ids of the file systems from which operands are read, and to which C is written.
+    `device` is its identity, as `backends.identity` returns it. `reads` and `writes` are ids of the file
+    systems from which operands are read, and to which C is written.
     """
     versions = cache.version(), probe_version()
     defaults = default_model(backend, len(os.sched_getaffinity(0)), compiled() is not None)
@@ -282,8 +275,8 @@ def _described(engine: Backend) -> dict[str, Any]:
     """Return the properties of a backend, and its rates.
 
     "kernels" and "links" are the rates that plans use. "sources" has up to three values for each rate: the
-    default, "assumed"; that of the probe, "probed"; and that of the calibration, "measured". The rates
-    that neither a calibration nor a probe has measured are listed in "assumed".
+    default, "assumed"; that of the probe, "probed"; and that of the calibration, "measured". "assumed" lists
+    the rates that have neither of these.
     """
     here = cache.file_system(".")
     device = backends.identity(engine)
@@ -331,11 +324,7 @@ def _rates(machine: MachineModel) -> dict[str, float]:
 
 
 def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield the packages and measurements that this machine lacks.
-
-    Each is a dictionary: "what" is missing, what it is "for", and the "command" that adds it. `found` is the
-    result of `info` so far.
-    """
+    """Yield what this machine lacks: "what" is missing, what it is "for", and the "command" that adds it."""
     extra = backends.cuda_extra()
     if extra and not {"cupy", f"cupy-{extra}x"} & found["versions"].keys():
         yield _lacking("cupy", "products on the GPU", f"pip install 'oocgemm[{extra}]'")

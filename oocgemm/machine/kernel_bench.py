@@ -244,10 +244,7 @@ def tune(
 
 
 def pairs(dtypes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs (dtype, precision) that can be timed, for the given dtypes.
-
-    If `dtypes` is empty, it stands for all dtypes of oocgemm, with bfloat16 only if ml_dtypes is installed.
-    """
+    """Return the pairs (dtype, precision) that can be timed, by default for all dtypes that are installed."""
     return [(d, c) for c in PRECISIONS for d in dtypes or known_dtypes() if d in COMPUTES[c]]
 
 
@@ -275,10 +272,7 @@ def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _contenders(kernels: Sequence[str], call: Call) -> list[Contender]:
-    """Return cuBLAS, and each named kernel with each set of parameters with which it can run the call.
-
-    If `kernels` is empty, it stands for all kernels of the ladder.
-    """
+    """Return cuBLAS, and each named kernel, or all, with each set of parameters that can run the call."""
     found: list[Contender] = [(None, {})]
     for kernel in LADDER:
         if not kernels or kernel.name in kernels:
@@ -292,10 +286,9 @@ def _key(contender: Contender) -> tuple[object, ...]:
 
 
 def _affordable(contender: Contender, flops: int, best: dict[Any, float], limit: float) -> bool:
-    """Return whether a product of `flops` would take a kernel at most `limit` seconds.
+    """Return whether a product would take a kernel at most `limit` seconds at its best rate so far.
 
-    The time is predicted from the best rate so far of the kernel with these parameters. Without a rate, the
-    result is True. It is always True for cuBLAS, with which all kernels are compared.
+    All kernels are compared with cuBLAS, so that this is always True for it, as without a rate.
     """
     rate = best.get(_key(contender))
     return contender[0] is None or rate is None or flops / rate <= limit
@@ -309,10 +302,7 @@ def _peak(capability: tuple[int, int], processors: int, clock: int | None, dtype
 
 
 def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Product") -> dict[str, Any]:
-    """Return a kernel's registers and occupancy, from the driver, and its predicted memory accesses.
-
-    The result is empty for cuBLAS.
-    """
+    """Return a kernel's registers and occupancy, from the driver, and its predicted memory accesses."""
     kernel, params = contender
     if kernel is None:
         return {}
@@ -332,10 +322,10 @@ def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Pr
 
 
 def count(result: dict[str, Any], device: int) -> None:
-    """Read hardware counters for one row per dtype and kernel of a benchmark, and add them to these rows.
+    """Read hardware counters for one row per dtype and kernel of a benchmark, and add them to it as "ncu".
 
-    The row is that of the largest product with m n k up to 2048^3, with the fastest parameters. The counters
-    are added to the row as "ncu". If they cannot be read, the reason is added to `result` as "not_counted".
+    The row is that of the largest product with m n k up to 2048^3, with the fastest parameters. If counters
+    cannot be read, the reason is added to `result` as "not_counted".
     """
     chosen: dict[tuple[str, str], dict[str, Any]] = {}
     for row in best_rows(result):
@@ -480,16 +470,9 @@ Launch = Mapping[str, str]  # the metrics of one launch, as ncu prints them: tex
 def read_counters(rows: Sequence[Mapping[str, Any]], device: int) -> list[dict[str, float | None]]:
     """Run the product of each benchmark row once under ncu, and return its counters.
 
-    Args:
-        rows: rows of the result of `bench.bench_kernels`.
-        device: number of the CUDA device.
-
-    Returns:
-        For each row: the sectors loaded, stored and read from the L2 cache; bank conflicts, in extra cycles
-        per access to shared memory; and the achieved occupancy, as a fraction. Unknown values are None.
-
-    Raises:
-        BackendError: ncu is missing or fails.
+    For each row: the sectors loaded, stored and read from the L2 cache; bank conflicts, in extra cycles per
+    access to shared memory; and the achieved occupancy, as a fraction. Unknown values are None. Raises
+    `BackendError` if ncu is missing or fails.
     """
     tool = shutil.which("ncu")
     if tool is None:
@@ -513,10 +496,9 @@ def read_counters(rows: Sequence[Mapping[str, Any]], device: int) -> list[dict[s
 
 
 def parse_launches(output: str) -> list[Launch]:
-    """Parse the table that ncu prints as CSV, and return its launches in order.
+    """Parse the CSV table that ncu prints: a header, a row of units, and a row per launch.
 
-    The table has a header, a row of units, and a row per launch. Messages of ncu between the rows are
-    skipped.
+    Messages of ncu between the rows are skipped.
     """
     lines = [line for line in output.splitlines() if line.startswith('"')]
     return [row for row in csv.DictReader(lines) if row.get("ID")]
@@ -536,11 +518,8 @@ def _failure(output: str, stderr: str) -> str:
 def _grouped(launches: Sequence[Launch], expected: Sequence[Sequence[str]]) -> list[list[Launch]]:
     """Divide the launches, which are in order, among the benchmark rows that caused them.
 
-    `expected` has the names of each row's kernels. A row of cuBLAS has no names, because its kernels are
-    unknown. It gets all launches up to the next launch of a kernel of oocgemm.
-
-    Raises:
-        BackendError: the launches are not the expected ones.
+    `expected` has the names of each row's kernels. A row of cuBLAS has none, because its kernels are unknown:
+    it gets all launches up to the next kernel of oocgemm. Raises `BackendError` for other launches.
     """
     left, ours = deque(launches), {name for names in expected for name in names}
     found: list[list[Launch]] = []
@@ -578,10 +557,7 @@ def _number(text: str | None) -> float:
 
 
 def _launch(device: int, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Run the product of each benchmark row once, and return the names of the launched kernels for each row.
-
-    A row of cuBLAS gets no names, because the names of its kernels are unknown.
-    """
+    """Run the product of each benchmark row once, and return the names of its kernels; none for cuBLAS."""
     from oocgemm.backends.cuda.measure import Product, Stopwatch
 
     names: list[list[str]] = []

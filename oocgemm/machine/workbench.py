@@ -67,21 +67,11 @@ DEVICE_SLOTS, HOST_SLOTS = 4, 3
 def explained(
     measure: Callable[[int], float], places: Iterable[int], fit: Callable[[Mapping[int, float]], Fit]
 ) -> tuple[Fit, dict[int, float]]:
-    """Measure rates at several sizes, and fit a model to them.
+    """Measure rates at several sizes, and fit a model to them. Return the fit, and the median rates by size.
 
-    If the fit fails, one more sample is measured at each size, and the fit is repeated with the medians.
-
-    Args:
-        measure: measures at a size and returns the rate.
-        places: the sizes at which rates are measured.
-        fit: fits a model to the median rate at each size. It raises `ValueError` if the model does not
-            explain the rates, for example because other programs disturbed the measurement.
-
-    Returns:
-        The fit, and the median rate of each size.
-
-    Raises:
-        BackendError: the fit still fails after `_ROUNDS` samples of each size.
+    `measure` returns the rate at a size. `fit` fits a model to rates. It raises `ValueError` if the model
+    does not explain them, for example because other programs disturbed the measurement. Then one more sample
+    is measured at each size. Raises `BackendError` if the fit fails with `_ROUNDS` samples of each.
     """
     taken = {place: [measure(place)] for place in places}
     for again in range(_ROUNDS):
@@ -102,10 +92,7 @@ def explained(
 
 
 def per_second(amount: float, seconds: float) -> float:
-    """Return `amount / seconds`, or infinity if `seconds` is 0.
-
-    A caller that gets infinity repeats its measurement.
-    """
+    """Return `amount / seconds`; infinity, after which callers measure again, if `seconds` is 0."""
     return amount / seconds if seconds > 0 else inf
 
 
@@ -132,18 +119,10 @@ def numbers(shape: tuple[int, int]) -> Array:
 
 
 class Workbench:
-    """A backend with buffers for one product.
+    """A backend with buffers for one product, whose operations are run and timed one by one.
 
     It has device buffers for a panel of A, a panel of B and a tile of C, and the same in host memory unless
-    the device is the host. Operations on these buffers are run and timed one by one.
-
-    Args:
-        engine: the backend.
-        machine: the machine model; tells whether the device is the host.
-        dtype: dtype of A, B and C.
-        tile: m, n and k of the product.
-        a: the matrix that Read operations read A from; None if there are none.
-        compute: precision of the product.
+    the device is the host. `tile` has m, n and k of the product. Read operations read A from `a`.
     """
 
     def __init__(
@@ -175,8 +154,8 @@ class Workbench:
     def multiply(self, depth: int, *, first: bool = False) -> Operation:
         """Return the operation that multiplies A and B over the first `depth` indices along k.
 
-        If `first`, it overwrites C; otherwise it adds to C. An emulated product needs the operation that
-        `prepare` returns for the same depth before it.
+        If `first`, it overwrites C; otherwise it adds to C. An emulated product needs that of `prepare`
+        before it.
         """
         tile, problem = self.plan.tile, self.plan.problem
         c, ranges = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
@@ -187,10 +166,7 @@ class Workbench:
         return Operation(*given, whole=ranges[:2])
 
     def prepare(self, depth: int) -> Operation:
-        """Return the operation that prepares an emulated product over `depth` indices along k.
-
-        It splits A and B into their residues modulo several small numbers.
-        """
+        """Return the operation that splits A and B into residues, for an emulated product of this depth."""
         tile, planes = self.plan.tile, (_device("P", 1),)
         size = (tile.m + tile.n) * depth * self.plan.problem.itemsizes["A"]
         ranges = (0, tile.m), (0, tile.n), (0, depth)
@@ -207,7 +183,6 @@ class Workbench:
         return block_copy(kind, operand, (0, rows or height), (0, width), itemsize)
 
     def download(self, rows: int) -> Operation:
-        """Return a Download of the first `rows` rows of C."""
         itemsize = self.plan.problem.itemsizes["C"]
         return block_copy(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.n), itemsize)
 
@@ -232,10 +207,7 @@ class Workbench:
 
         An asynchronous operation is queued `QUEUED` times, behind copies that keep the device busy meanwhile.
         The result is the mean time from one end to the next. Starts are not used: an event on an idle stream
-        can fire long before the work starts.
-
-        Raises:
-            BackendError: even `MAX_AHEAD` copies ended before the host had queued all operations.
+        can fire long before the work starts. Raises `BackendError` if even `MAX_AHEAD` copies end too early.
         """
         if operation.kind not in self.session.asynchronous:
             # The start and the end of a synchronous operation are known exactly, so one is enough.
@@ -257,10 +229,7 @@ class Workbench:
         )
 
     def fill(self, operand: str, numbers: Array) -> None:
-        """Fill the panel of A or B on the device with `numbers`, repeated.
-
-        Fill it with typical data before products are timed: with zeros, a GPU would be faster.
-        """
+        """Fill the panel of A or B on the device with typical numbers: with zeros, a GPU would be faster."""
         slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
         for start in range(0, slot.size, numbers.size):
             slot[start : start + numbers.size] = numbers[: slot.size - start]
@@ -278,10 +247,7 @@ class Workbench:
 
 
 def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
-    """Return a plan for a product in one step, with one buffer each for A, B and C.
-
-    The extents of `tile` are those of the whole product.
-    """
+    """Return a plan for a product of the extents of `tile` in one step, with one buffer for each operand."""
     kind = DTYPES[dtype]
     shape = tile.m, tile.n, tile.k
     problem = GemmProblem.of(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
@@ -297,15 +263,7 @@ def _device(operand: str, elements: int) -> Region:
 
 
 def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int) -> Operation:
-    """Return an operation that copies a block of an operand.
-
-    Args:
-        kind: Read (from the store), Write (to the store), Upload (to the device) or Download (from the
-            device).
-        operand: "A", "B" or "C".
-        rows, cols: the block, as ranges of rows and columns of the operand.
-        itemsize: bytes per element.
-    """
+    """Return a Read, Write, Upload or Download of the block of an operand at `rows` and `cols`."""
     elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
     region, nothing = (_device(operand, elements),), (0, 0)
     reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
@@ -321,12 +279,8 @@ def streaming(
     """Prepare products that load a float64 matrix A; yield a function that runs one and returns its spans.
 
     If the device is the host, the panels are only read: a run's reads and multiplications share the cores, so
-    that the model adds their times.
-
-    Args:
-        engine, machine: the backend and its model.
-        a: the matrix that is loaded. A GPU does not copy directly from it, even if it is pinned.
-        depth: number of columns of a panel. A panel has all rows.
+    that the model adds their times. A panel has all rows and `depth` columns. A GPU does not copy directly
+    from A, even if it is pinned.
     """
     plan = _plan(machine, a, depth)
     rows, cols = a.shape

@@ -123,19 +123,14 @@ class Pool:
         *,
         uploads: bool,
     ) -> None:
-        """Start the threads.
+        """Start the threads. Raises `ExecutionError` if the system cannot.
 
-        Args:
-            driver: addresses of the functions in `DRIVER`.
-            context: what each thread passes to the first of them.
-            memory: address of the pinned memory of the first thread, bytes from there to that of the next
-                one, bytes of each, and address of 64 pinned bytes for each buffer of all threads.
-            shape: number of threads, and the maximum number of pieces that each copies at a time. A piece has
-                at most half of the bytes of a thread.
-            uploads: whether the blocks are copied to the device.
-
-        Raises:
-            ExecutionError: the system cannot start a thread.
+        - `driver`: addresses of the functions in `DRIVER`. `context` is what each thread passes to the first.
+        - `memory`: address of the pinned memory of the first thread, bytes from there to that of the next
+          one, bytes of each, and address of 64 pinned bytes for each buffer of all threads.
+        - `shape`: number of threads, and the maximum number of pieces that each copies at a time. A piece has
+          at most half of the bytes of a thread.
+        - `uploads`: whether the blocks are copied to the device.
         """
         functions = (_AT * len(DRIVER))(*driver)
         self._library = _library()
@@ -175,7 +170,6 @@ class Pool:
         self._library.take(self._pool, lane)
 
     def give(self, lane: int) -> None:
-        """Give the buffers of a thread back."""
         self._library.give(self._pool, lane)
 
     def close(self) -> None:

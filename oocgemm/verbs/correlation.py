@@ -8,7 +8,6 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.execute import check_places
 from oocgemm.jobs.operands import op_of
 from oocgemm.jobs.options import (
-    CONSTANT,
     CoefficientOptions,
     CorrArguments,
     CorrelationOptions,
@@ -16,6 +15,7 @@ from oocgemm.jobs.options import (
     Operand,
     Output,
     SimilarityOptions,
+    check_choices,
     check_names,
     documented,
 )
@@ -94,8 +94,7 @@ def corr(
     array([[ 1., -1.],
            [-1.,  1.]])
     """
-    if constant not in CONSTANT:
-        raise InputError(f"constant = {constant!r}: choose one of {', '.join(CONSTANT)}")
+    check_choices("corr", constant=constant)
     if topk is None and threshold is None:
         request = _gram("corr", x, out, axis, {"epilogue": (Coefficients(),)}, options)
     elif out is not None:

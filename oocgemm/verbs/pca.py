@@ -186,10 +186,24 @@ def pca(
     array([6.324555])
     """
     check_names("pca", options, PcaOptions)
-    passes = _opened(x, k, transform, iterations, oversampling, seed, options, center=center)
-    _check_tol(tol)
+    for name, value, least in (
+        ("k", k, 1),
+        ("iterations", iterations, 1),
+        ("oversampling", oversampling, 0),
+        ("seed", seed, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            raise InputError(f"{name} = {value!r}: pass an integer of at least {least}")
+    if isinstance(tol, bool) or not isinstance(tol, int | float | np.number) or not 0 <= tol < np.inf:
+        raise InputError(f"tol = {tol!r}: pass a number of at least 0, such as 0.01")
+    passes = PcaPasses(x, int(k) + int(oversampling), transform, options, center=center)
+    rows, cols = passes.matrix.shape
+    _check_number(k, rows, cols)
     if dry_run:
-        return _planned(passes, iterations, scores=scores, verify=options.get("verify", False))
+        statistics = passes.transform.needs_stats and passes.reads_first
+        checks = iterations if options.get("verify") else 0  # the product for the scores has checksums
+        of_slices = len(passes.slices), passes.sessions
+        return PCAPlan(passes.plan(), rows, iterations + scores, statistics, checks, *of_slices)
     path, target = None, None if out is None else os.fspath(out)
     identity = _identity(passes, k, iterations, tol, seed)
     saved = None
@@ -273,55 +287,20 @@ def plan_pca(
         InputError, BudgetError: as `pca` does.
     """
     check_names("plan_pca", options, PcaOptions.__annotations__.keys() - {"device", "progress"})
-    passes = _opened(x, k, transform, iterations, oversampling, 0, options, center=center)
-    return _planned(passes, iterations, scores=scores, verify=options.get("verify", False))
+    given: dict[str, Any] = {"center": center, "transform": transform, "iterations": iterations, **options}
+    return pca(x, k, oversampling=oversampling, scores=scores, dry_run=True, **given)
 
 
-def _planned(passes: PcaPasses, iterations: int, *, scores: bool, verify: bool) -> PCAPlan:
-    statistics = passes.transform.needs_stats and passes.reads_first
-    checks = iterations if verify else 0  # the product for the scores has checksums
-    plan, rows = passes.plan(), passes.matrix.shape[0]
-    of_slices = len(passes.slices), passes.sessions
-    return PCAPlan(plan, rows, iterations + scores, statistics, checks, *of_slices)
-
-
-def _opened(
-    x: Any,
-    k: int,
-    transform: Transform | None,
-    iterations: int,
-    oversampling: int,
-    seed: int,
-    options: PcaOptions,
-    *,
-    center: bool,
-) -> PcaPasses:
-    """Open X. Raises `InputError` for arguments that cannot be used."""
-    for name, value, least in (
-        ("k", k, 1),
-        ("iterations", iterations, 1),
-        ("oversampling", oversampling, 0),
-        ("seed", seed, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-            raise InputError(f"{name} = {value!r}: pass an integer of at least {least}")
-    passes = PcaPasses(x, int(k) + int(oversampling), transform, options, center=center)
-    most = min(passes.matrix.shape)
+def _check_number(k: int, rows: int, cols: int) -> None:
+    """Raise `InputError` if a matrix has fewer than k components."""
+    most = min(rows, cols)
+    if not most:
+        raise InputError(f"X has {rows} rows and {cols} columns, and so no components: pass a larger X")
     if k > most:
-        rows, cols = passes.matrix.shape
-        if not most:
-            raise InputError(f"X has {rows} rows and {cols} columns, and so no components: pass a larger X")
         raise InputError(
             f"k = {k}, but X has {rows} rows and {cols} columns, and so at most {most} components: pass a k "
             f"from 1 to {most}"
         )
-    return passes
-
-
-def _check_tol(tol: float) -> None:
-    """Raise `InputError` for a tolerance that cannot be used."""
-    if isinstance(tol, bool) or not isinstance(tol, int | float | np.number) or not 0 <= tol < np.inf:
-        raise InputError(f"tol = {tol!r}: pass a number of at least 0, such as 0.01")
 
 
 def _identity(passes: PcaPasses, k: int, iterations: int, tol: float, seed: int) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.execute import check_places
 from oocgemm.jobs.options import (
-    GRM_CASTS,
-    GRM_METHODS,
     DenseOptions,
     GrmArguments,
     Operand,
     Output,
+    check_choices,
     check_names,
     documented,
 )
@@ -125,10 +124,7 @@ def grm(
            [-2.,  0.,  2.]])
     """
     check_names("grm", options, DenseOptions)
-    if method not in GRM_METHODS:
-        raise InputError(f"method = {method!r}: choose one of {', '.join(GRM_METHODS)}")
-    if cast is not None and cast not in GRM_CASTS:
-        raise InputError(f"cast = {cast!r}: choose one of {', '.join(GRM_CASTS)}")
+    check_choices("grm", method=method, cast=cast)
     x, out = stores.located("X", x), stores.located("C", out)
     if isinstance(out, str) and out.endswith(".grm"):
         raise InputError(

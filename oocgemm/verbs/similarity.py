@@ -11,12 +11,12 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs import support
 from oocgemm.jobs.options import (
-    METRICS,
     OPTIONS,
     ComparisonOptions,
     Operand,
     SimilarityArguments,
     SimilarityOptions,
+    check_choices,
     check_names,
     documented,
 )
@@ -82,8 +82,7 @@ def similarity(
     [[1], [0], [1]]
     """
     check_options("similarity", options, SimilarityOptions)
-    if metric not in METRICS:
-        raise InputError(f"metric = {metric!r}: choose one of {', '.join(METRICS)}")
+    check_choices("similarity", metric=metric)
     chosen = selection_of(topk, threshold)
     chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
     e = stores.located("E", e)

@@ -11,7 +11,7 @@ import pytest
 
 import oocgemm
 from oocgemm import MatVec, Reduce, Threshold, TopK
-from oocgemm.distributed import states
+from oocgemm.distributed import attempts
 from tests.support.clusters import all_ended, children
 from tests.support.small_runs import EXTENT, MEMORY, prepare
 from tests.support.staying import Stay
@@ -83,7 +83,7 @@ def test_the_bits_are_those_of_one_process(
 
 def test_the_state_of_a_killed_attempt_does_not_count(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = arrays(CASES["sums"](here))
-    adopt, merged = states.States.adopt, states.merge_state
+    adopt, merged = attempts.States.adopt, attempts.merge_state
     times: list[int] = []
 
     def killing(self: Any, folder: Path, tile: Any, files: str) -> bool:
@@ -96,8 +96,8 @@ def test_the_state_of_a_killed_attempt_does_not_count(here: Path, monkeypatch: p
         times.append(len(state))
         merged(matrix, state)
 
-    monkeypatch.setattr(states.States, "adopt", killing)
-    monkeypatch.setattr(states, "merge_state", counted)
+    monkeypatch.setattr(attempts.States, "adopt", killing)
+    monkeypatch.setattr(attempts, "merge_state", counted)
     assert np.array_equal(arrays(CASES["sums"](here, workers=2))[0], right[0])
     assert sum(times) == EXTENT // 16  # each row of tiles once
 
