@@ -220,7 +220,7 @@ class _Search:
         prices, setting = self._prices, self._prices.setting
         problem = setting.problem
         if problem.cover.square:
-            self._squares(Squares(prices, threads), tile)
+            self._run_squares(tile, threads)
         elif problem.b.one_tile:
             for shape in [tile] if tile else chained_shapes(setting):
                 if self._try(shape, 1, threads):
@@ -246,12 +246,13 @@ class _Search:
             self._try(min_tile(setting), 1, threads)
         return bool(self._found)
 
-    def _squares(self, squares: Squares, tile: TileShape | None) -> None:
+    def _run_squares(self, tile: TileShape | None, threads: int) -> None:
         """Run the candidates of a square cover that may be faster than those before them."""
-        problem = self._prices.setting.problem
-        if not problem.m:
+        if not self._prices.setting.problem.m:
             self._clock([(0.0, smallest(self._prices.setting, tile))])
-        elif tile is not None:
+            return
+        squares = Squares(self._prices, threads)
+        if tile is not None:
             self._clock(squares.of(tile)[:MAX_SQUARES])
         else:
             self._clock(squares.of_all_sides()[:MAX_SQUARES])
