@@ -107,12 +107,8 @@ class Schedule:
         return lower(self.problem, self.slots, self.coded)
 
     @cached_property
-    def _ranges(self) -> tuple[list[Range], list[Range], list[Range]]:
-        """The rows of each tile row, the columns of each tile column, and the indices of each step."""
-        (down, across), grid = self.grid.shape, self.grid
-        cuts = (grid.rows, down), (grid.cols, across), (grid.depth, grid.steps)
-        rows, cols, depths = ([cut(i) for i in range(count)] for cut, count in cuts)
-        return rows, cols, depths
+    def _depths(self) -> list[Range]:
+        return [self.grid.depth(step) for step in range(self.grid.steps)]
 
     def batches(self, placing: Placing) -> Iterator[tuple[int, Iterator[Operation]]]:
         """Yield (number of steps, operations) for each group of steps that are loaded together.
@@ -122,16 +118,16 @@ class Schedule:
         """
         strips_done = prepared = 0
         selecting = Selecting(self) if self.lowered.per_row else None
-        (rows, cols, depths), square = self._ranges, self.grid.cover.square
+        grid, depths, square = self.grid, self._depths, self.grid.cover.square
         for position, tile in enumerate(self.tiles):
-            m, n = rows[tile[0]], cols[tile[1]]
+            m, n = grid.rows(tile[0]), grid.cols(tile[1])
             cuts = range(m[0], m[1], self.slots.strip)
             strips = [
                 (i, (top, min(top + self.slots.strip, m[1]))) for i, top in enumerate(cuts, strips_done)
             ]
             strips_done += len(strips)
             c_slot = slot_of(Tier.DEVICE, "C", position % self.slots.c, self.device)
-            place = Place(tile, m, n, c_slot, len(strips), square and self.grid.is_staircase(tile))
+            place = Place(tile, m, n, c_slot, len(strips), square and grid.is_staircase(tile))
             first_step = -1
             left = len(depths)
             for by_strips, group in placing.groups(position):
@@ -166,7 +162,7 @@ class Schedule:
         `old_c` are the numbered strips of the old C to load first. Each of `parts` consists of the numbered
         strips that are multiplied together. With `drains`, they drain after the group.
         """
-        lowered, (tile_rows, _, depths) = self.lowered, self._ranges
+        lowered, depths = self.lowered, self._depths
         if lowered.loads_old:
             for number, rows in old_c:
                 yield from self._load_c(place, rows, number, place.slot, whole_tile=True)
@@ -175,7 +171,7 @@ class Schedule:
             if lowered.right == "B":
                 yield from self._load_panel("B", place, place.cols, step, b)
             elif place.tile[0] != place.tile[1]:
-                yield from self._load_panel("A", place, tile_rows[place.tile[1]], step, b)
+                yield from self._load_panel("A", place, self.grid.rows(place.tile[1]), step, b)
         inputs = {step: self._inputs(place, depths[step], a, b) for step, a, b in group}
         for step, _, _ in group:
             if step in planes:
@@ -205,8 +201,7 @@ class Schedule:
     @property
     def _extents(self) -> tuple[list[int], Callable[[int], int], Callable[[int], int]]:
         """The depths of steps, and functions that return the heights of tile rows and widths of columns."""
-        grid = self.grid
-        depths = [length(grid.depth(p)) for p in range(grid.steps)]
+        grid, depths = self.grid, list(map(length, self._depths))
         return depths, (lambda i: length(grid.rows(i))), (lambda j: length(grid.cols(j)))
 
     def _in_bytes(self, counts: Counts) -> Loads:
@@ -297,7 +292,7 @@ class Schedule:
 
         `line` are the rows of C that the panel of op(A) has, or the columns of that of op(B).
         """
-        k, panel = self._ranges[2][step], self.lowered.panels[operand]
+        k, panel = self._depths[step], self.lowered.panels[operand]
         if not placed.upload or k[0] == k[1]:
             return
         elements = (k[1] - k[0]) * (line[1] - line[0])
@@ -332,14 +327,14 @@ class Schedule:
         )
 
     def _prepare(self, place: Place, step: int, reads: tuple[Region, ...], planes: Region) -> Operation:
-        m, n, k = place.rows, place.cols, self._ranges[2][step]
+        m, n, k = place.rows, place.cols, self._depths[step]
         size = self.problem.prepared_bytes(length(m), length(n), length(k))
         return self.operation(Kind.PREPARE, "P", place, step, reads, (planes,), m, n, k, size)
 
     def _multiply(
         self, place: Place, rows: Range, step: int, inputs: tuple[Region, ...], *, first: bool
     ) -> Operation:
-        lowered, n, k = self.lowered, self._span(place, rows), self._ranges[2][step]
+        lowered, n, k = self.lowered, self._span(place, rows), self._depths[step]
         c, sums = self._in_tile(place, rows), self._sums(place, rows)
         keeps_old = not first or lowered.loads_old
         if lowered.changes_b and inputs:
@@ -372,7 +367,7 @@ class Schedule:
 
     def _drain(self, place: Place, rows: Range, number: int) -> Iterator[Operation]:
         """Finish rows of the accumulator (apply alpha and beta), download them and write them to storage."""
-        lowered, last = self.lowered, len(self._ranges[2]) - 1
+        lowered, last = self.lowered, len(self._depths) - 1
         n, size, host = self._strip_parts(place, rows, number)
         source, sums = self._in_tile(place, rows), self._sums(place, rows)
         if lowered.finishes:
