@@ -28,10 +28,11 @@ from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import (
     Array,
+    InProcess,
     Matrix,
     Store,
     checked,
-    described,
+    file_identities,
     is_path,
     not_writable,
     refuse_zarr_options,
@@ -122,7 +123,7 @@ def _layout(itemsize: int, zero_copy_width: int, in_place: bool) -> Layout:
     return InMemory(itemsize=itemsize, zero_copy_width=zero_copy_width, in_place=in_place)
 
 
-class ArrayMatrix:
+class ArrayMatrix(InProcess):
     """A matrix in a NumPy array or a memory map, which is read and written with `np.copyto`."""
 
     def __init__(self, name: str, array: Array) -> None:
@@ -177,15 +178,14 @@ class ArrayMatrix:
     def set_finished(self, finished: bool, uplo: str | None = None) -> None:
         pass
 
-    def fingerprint(self) -> dict[str, object] | None:
-        return None
-
-    def describe(self) -> dict[str, object]:
-        return described(self, "memory")
-
     def identities(self) -> set[object]:
-        mapped = _mapped_file(self.array)
-        return {mapped} if mapped else set()
+        """Return the id of the file that the array is mapped from."""
+        array = self.array
+        while isinstance(array, np.ndarray):
+            if isinstance(array, np.memmap) and array.filename is not None:
+                return file_identities(array.filename)
+            array = array.base  # type: ignore[assignment]
+        return set()
 
     def shares_map(self, other: "ArrayMatrix") -> bool:
         """Return whether both matrices are parts of the same memory map, overlapping or not."""
@@ -287,21 +287,6 @@ def _is_private(array: Any) -> bool:
     return False
 
 
-def _mapped_file(array: Any) -> object | None:
-    """Return ("file", device, inode) of the file that an array is mapped from; None if there is none."""
-    base = array
-    while base is not None and not isinstance(base, mmap.mmap):
-        filename = getattr(base, "filename", None)
-        if isinstance(base, np.memmap) and filename is not None:
-            try:
-                status = os.stat(filename)
-            except OSError:  # the file was deleted or renamed: its identity is unknown
-                return None
-            return ("file", status.st_dev, status.st_ino)
-        base = getattr(base, "base", None)
-    return None
-
-
 _kept = threading.local()
 
 
@@ -358,10 +343,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Elements of some rows and columns of C, row by row. `counts` has the number of elements per row.
-
-    `mirrors` says whether they are mirror images of elements that were found.
-    """
+    """A `State`, or with `mirrors` the mirror images of elements that were found."""
 
     rows: Range
     cols: Range
@@ -407,16 +389,7 @@ class _Found:
         return _Part(self.rows, self.cols, counts, columns, scores)
 
 
-def _with_mirror(found: _Part | _Found) -> tuple[_Part, ...]:
-    part = found.part() if isinstance(found, _Found) else found
-    return part, part.mirrored()
-
-
-def _alone(found: _Part | _Found) -> tuple[_Part, ...]:
-    return (found.part() if isinstance(found, _Found) else found,)
-
-
-class SparseMatrix:
+class SparseMatrix(InProcess):
     """A C of which some elements are kept. It is a `Matrix` and `Collecting`, but it cannot be read."""
 
     def __init__(
@@ -424,7 +397,7 @@ class SparseMatrix:
     ) -> None:
         """Keep elements as scores of dtype `score`, in at most `limit` bytes of memory."""
         self.name, self.shape, self.dtype = name, shape, score
-        self.layout: Layout = InMemory(itemsize=score.itemsize)
+        self.layout = InMemory(itemsize=score.itemsize)
         self._rule, self._limit = rule, limit
         self._scales = None if rule.scales is None else rule.scales.astype(score)
         # Parts are sorted while the device is computing others.
@@ -458,7 +431,11 @@ class SparseMatrix:
         """Keep the elements of a block that a device has found (`oocgemm.backends.base.SEGMENTS`)."""
         self._add(_Found(rows, cols, segments, elements), len(elements))
 
-    def _add(self, part: "_Part | _Found", count: int) -> None:
+    def _parts_of(self, found: _Part | _Found) -> tuple[_Part, ...]:
+        part = found.part() if isinstance(found, _Found) else found
+        return (part, part.mirrored()) if self._rule.symmetric else (part,)
+
+    def _add(self, part: _Part | _Found, count: int) -> None:
         with self._adding:
             self._bytes += (1 + self._rule.symmetric) * count * (8 + self.dtype.itemsize)
             if self._bytes > self._limit:
@@ -468,8 +445,7 @@ class SparseMatrix:
                     f"{format_size(self._limit)} of memory for them: pass a larger threshold"
                 )
             if count:
-                act = _with_mirror if self._rule.symmetric else _alone
-                self._parts.append(self._pool.submit(act, part))
+                self._parts.append(self._pool.submit(self._parts_of, part))
 
     def state(self) -> list[State]:
         """Return what has been kept, for `merge` in another process. Call it after the last write."""
@@ -528,17 +504,8 @@ class SparseMatrix:
                 each.result()
         return starts, columns, scores
 
-    def fingerprint(self) -> dict[str, object] | None:
-        return None
 
-    def describe(self) -> dict[str, object]:
-        return described(self, "memory")
-
-    def identities(self) -> set[object]:
-        return set()
-
-
-class RankedMatrix:
+class RankedMatrix(InProcess):
     """Selected elements (`SELECTED`), of which writes keep the first ones of each row.
 
     Of a row, the largest scores come first, then the smallest indices, and NaN last. This order is total. So
@@ -548,7 +515,7 @@ class RankedMatrix:
     def __init__(self, name: str, array: Array) -> None:
         """Keep elements in `array`. None has been found yet."""
         self.name, self.shape, self.dtype = name, array.shape, array.dtype
-        self.layout: Layout = InMemory(itemsize=array.dtype.itemsize)
+        self.layout = InMemory(itemsize=array.dtype.itemsize)
         self._array, self._merging = array, Lock()
         array.view(np.uint8)[...] = NONE
 
@@ -567,12 +534,3 @@ class RankedMatrix:
     def merged(self) -> Matrix:
         """Return the elements, when all have been written."""
         return ArrayMatrix(self.name, self._array)
-
-    def fingerprint(self) -> dict[str, object] | None:
-        return None
-
-    def describe(self) -> dict[str, object]:
-        return described(self, "memory")
-
-    def identities(self) -> set[object]:
-        return set()

@@ -115,27 +115,36 @@ class Matrix(Protocol):
         """
 
 
-class ReadOnly:
-    """The members of `Matrix` that are alike for matrices which no run writes. A subclass has the others."""
+class InProcess:
+    """The members of `Matrix` that are alike for matrices of this process. A subclass has the others."""
 
     name: str
-    what: str  # the matrix is this, in the message of a write
+    kind = "memory"  # the name of the store in the log
     shape: tuple[int, int]
     dtype: np.dtype[Any]
     layout: Layout
 
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Raise `ExecutionError`."""
-        raise ExecutionError(f"{self.name} is {self.what}, which is read-only")
-
     def fingerprint(self) -> dict[str, object] | None:
         return None
+
+    def describe(self) -> dict[str, object]:
+        return described(self, self.kind)
 
     def identities(self) -> set[object]:
         return set()
 
 
-def described(matrix: Matrix, store: str, path: str | None = None) -> dict[str, object]:
+class ReadOnly(InProcess):
+    """A matrix that no run writes."""
+
+    what: str  # the matrix is this, in the message of a write
+
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
+        """Raise `ExecutionError`."""
+        raise ExecutionError(f"{self.name} is {self.what}, which is read-only")
+
+
+def described(matrix: InProcess | Matrix, store: str, path: str | None = None) -> dict[str, object]:
     """Return the facts that `Matrix.describe` states of every matrix."""
     return {"store": store, "path": path, "shape": list(matrix.shape), "dtype": dtype_name(matrix.dtype)}
 
@@ -493,7 +502,7 @@ class KeptMatrix(View):
 class ConstantRows(ReadOnly):
     """A matrix of `count` equal rows. It is never stored."""
 
-    what = "a matrix of equal rows"
+    what, kind = "a matrix of equal rows", "equal rows"
 
     def __init__(self, name: str, row: Array, count: int, resident_bytes: int = 0) -> None:
         """Repeat a vector. `resident_bytes` are held by the caller (`Layout.resident_bytes`)."""
@@ -504,9 +513,6 @@ class ConstantRows(ReadOnly):
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         out[...] = self._row[slice(*cols)]
-
-    def describe(self) -> dict[str, object]:
-        return described(self, "equal rows")
 
 
 class SlicedMatrix(View):

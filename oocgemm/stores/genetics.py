@@ -57,10 +57,7 @@ from oocgemm.stores.base import (
     refuse_zarr_options,
 )
 from oocgemm.stores.capabilities import (
-    DATA,
     MISSING,
-    SIDECAR,
-    check_room,
     found_locally,
 )
 from oocgemm.stores.files import (
@@ -76,7 +73,7 @@ from oocgemm.stores.files import (
 )
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes
-from oocgemm.stores.npy import NpyMatrix, in_new_file
+from oocgemm.stores.npy import NpyFiles, NpyMatrix, in_new_file
 
 # What a caller may pass: a text such as "1-22,X", a number, or several of them.
 Chromosomes = str | int | Sequence[str | int]
@@ -382,30 +379,39 @@ _STORED = np.dtype("<f4")
 _BATCH = 1 << 18
 
 
-class GrmFiles(Store):
-    """Open and create .grm.bin files. A path belongs to this store if it ends in .grm.bin.
-
-    Only the lower triangle of a Gram matrix can be stored in such a file.
-    """
+class GrmFiles(NpyFiles):
+    """Open and create .grm.bin files, which have the lower triangle of a Gram matrix, as .npy files are."""
 
     kind = "a .grm.bin file"
-    has_chunks = False
     default_uplo = "lower"
 
     def matches(self, operand: Any) -> bool:
         return is_path(operand) and (is_grm(os.fspath(operand)) or _is_counts(os.fspath(operand)))
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        path = Path(operand)
-        if journal is not None and (journal / DATA).exists():
-            return _opened(name, journal / DATA, place=path)
-        check_found(name, operand)
         if writable and journal is None:
-            raise InputError(f"{name} exists at {path}, and .grm.bin files are not overwritten: remove it")
-        return _opened(name, path)
+            check_found(name, operand)
+            raise InputError(f"{name} exists at {operand}, and .grm.bin files are not overwritten: remove it")
+        return super().open(name, operand, writable=writable, journal=journal)
 
-    def exists(self, path: str) -> bool:
-        return found_locally(path)
+    def _opened(self, name: str, path: Path, *, writable: bool, place: Path | None = None) -> Matrix:
+        try:
+            with OpenFile(path) as file:
+                size = file.size
+        except OSError as error:
+            raise InputError(f"{name}: {path} cannot be opened: {error.strerror}") from error
+        count = size // _STORED.itemsize
+        extent = (isqrt(8 * count + 1) - 1) // 2
+        if _bytes(extent) != size:
+            raise InputError(
+                f"{name}: {path} has {size} bytes, and the triangle of {extent} x {extent} elements takes "
+                f"{_bytes(extent)}, the next one {_bytes(extent + 1)}: it is truncated, or not a "
+                ".grm.bin file"
+            )
+        return GrmMatrix(name, path, extent, place)
+
+    def check_dtype(self, name: str, path: str, dtype: str) -> None:
+        """Leave that to `new_layout`."""
 
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
@@ -423,18 +429,11 @@ class GrmFiles(Store):
             )
         return Lines(problem.n, itemsize=_STORED.itemsize)
 
-    def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
-        place, extent = Path(new.path), new.shape[0]
-        at = place if journal is None else journal / DATA
-        check_room(new.name, new.path, _bytes(extent))
-        try:
-            place.absolute().parent.mkdir(parents=True, exist_ok=True)
-            return in_new_file(at, lambda: GrmMatrix(new.name, at, extent, place))
-        except OSError as error:
-            raise InputError(f"{new.name}: cannot create {new.path}: {error}") from error
+    def _bytes(self, new: NewArray) -> int:
+        return _bytes(new.shape[0])
 
-    def journal_folder(self, operand: Any) -> Path | None:
-        return Path(os.path.realpath(operand) + SIDECAR)
+    def _created(self, new: NewArray, path: Path, place: Path) -> Matrix:
+        return in_new_file(path, lambda: GrmMatrix(new.name, path, new.shape[0], place))
 
 
 class GrmMatrix(NpyMatrix):
@@ -480,11 +479,7 @@ class GrmMatrix(NpyMatrix):
             os.close(descriptor)
 
     def fingerprint(self) -> dict[str, object]:
-        return {
-            "path": os.path.realpath(self._path),
-            "metadata": f"{self.shape} lower triangle",
-            **fingerprints([self._path]),
-        }
+        return super().fingerprint() | {"metadata": f"{self.shape} lower triangle"}
 
     def describe(self) -> dict[str, object]:
         return super().describe() | {"store": "grm"}
@@ -545,23 +540,6 @@ def _replace(path: Path, write: Callable[[BinaryIO], None]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise InputError(f"{path} cannot be written: {error.strerror}; then run again with resume") from error
-
-
-def _opened(name: str, path: Path, place: Path | None = None) -> GrmMatrix:
-    """Open a .grm.bin file, or an unfinished one that belongs at `place`. Raises `InputError`."""
-    try:
-        with OpenFile(path) as file:
-            size = file.size
-    except OSError as error:
-        raise InputError(f"{name}: {path} cannot be opened: {error.strerror}") from error
-    count = size // _STORED.itemsize
-    extent = (isqrt(8 * count + 1) - 1) // 2
-    if _bytes(extent) != size:
-        raise InputError(
-            f"{name}: {path} has {size} bytes, and the triangle of {extent} x {extent} elements takes "
-            f"{_bytes(extent)}, the next one {_bytes(extent + 1)}: it is truncated, or not a .grm.bin file"
-        )
-    return GrmMatrix(name, path, extent, place)
 
 
 def _offset(i: int, j: int) -> int:

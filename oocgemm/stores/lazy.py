@@ -29,7 +29,6 @@ from oocgemm.stores.base import (
     ReadOnly,
     Store,
     checked,
-    described,
     is_path,
     not_writable,
     package,
@@ -91,6 +90,8 @@ class LazyArrays(Store):
 class LazyMatrix(ReadOnly):
     """A matrix whose blocks are slices of any object with a shape, a dtype and slicing. It is read-only."""
 
+    what = "a lazy array"
+
     def __init__(self, name: str, source: Any) -> None:
         """Wrap an object. Raises `InputError` if it cannot be an operand."""
         kind, attributes = package(source), source
@@ -105,7 +106,7 @@ class LazyMatrix(ReadOnly):
         self.declared = of_object(attributes, numpy_dtype(source).newbyteorder("="))
         self.shape, self.dtype = checked(name, shape, numpy_dtype(source), self.declared)
         self._source = source
-        self._kind = kind
+        self.kind = kind
         self._turn: AbstractContextManager[Any] = nullcontext() if kind in CONCURRENT else _serial
         if kind not in CONCURRENT:
             self._check_slices()
@@ -149,24 +150,17 @@ class LazyMatrix(ReadOnly):
 
     def _copy(self, rows: slice, cols: slice, out: Array) -> None:
         found = self._source[rows, cols]
-        if self._kind == "dask":
+        if self.kind == "dask":
             found = _computed(found)
         if np.ma.is_masked(found):
             raise ExecutionError("elements are masked: replace them, with .filled(value)")
         block = np.asarray(found)
         if block.shape != out.shape or block.dtype.newbyteorder("=") != self.dtype:
             raise ExecutionError(
-                f"{self._kind} returned a block of shape {block.shape} and dtype {block.dtype}, where "
+                f"{self.kind} returned a block of shape {block.shape} and dtype {block.dtype}, where "
                 f"{out.shape} and {self.dtype} were expected"
             )
         np.copyto(out, block, casting="equiv")
-
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Raise `ExecutionError`: a lazy operand is read-only."""
-        raise ExecutionError(f"{self.name} is lazy and cannot be written to")
-
-    def describe(self) -> dict[str, object]:
-        return described(self, self._kind)
 
 
 def _choice(collection: Mapping[Any, Any]) -> str:

@@ -77,9 +77,13 @@ class NpyFiles(Store):
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         if journal is not None and (journal / DATA).exists():
-            return open_npy(name, journal / DATA, writable=writable, place=Path(operand))
+            return self._opened(name, journal / DATA, writable=writable, place=Path(operand))
         check_found(name, operand)
-        return open_npy(name, Path(operand), writable=writable)
+        return self._opened(name, Path(operand), writable=writable)
+
+    def _opened(self, name: str, path: Path, *, writable: bool, place: Path | None = None) -> Matrix:
+        """Open a file, or an unfinished result that belongs at `place`."""
+        return open_npy(name, path, writable=writable, place=place)
 
     def exists(self, path: str) -> bool:
         return found_locally(path)
@@ -98,14 +102,20 @@ class NpyFiles(Store):
         return Lines(problem.n, itemsize=problem.itemsizes["C"])
 
     def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
-        check_room(new.name, new.path, prod(new.shape) * new.dtype.itemsize)
+        check_room(new.name, new.path, self._bytes(new))
         place = Path(new.path)
         try:
             place.absolute().parent.mkdir(parents=True, exist_ok=True)
-            at = place if journal is None else journal / DATA
-            return create_npy(new.name, at, new.shape, new.dtype, place)
+            return self._created(new, place if journal is None else journal / DATA, place)
         except (OSError, ValueError, OverflowError) as error:
             raise InputError(f"{new.name}: cannot create {new.path}: {error}") from error
+
+    def _bytes(self, new: NewArray) -> int:
+        return prod(new.shape) * new.dtype.itemsize
+
+    def _created(self, new: NewArray, path: Path, place: Path) -> Matrix:
+        """Create a file that belongs at `place`, for now at `path`."""
+        return create_npy(new.name, path, new.shape, new.dtype, place)
 
     def journal_folder(self, operand: Any) -> Path | None:
         return Path(os.path.realpath(operand) + SIDECAR)
@@ -279,7 +289,7 @@ class NpyMatrix:
             self._check_length(file.size)
             read_block(file, self._offset, self._line, self._stored, lines, part, block, past_cache=False)
 
-    def fingerprint(self) -> dict[str, object] | None:
+    def fingerprint(self) -> dict[str, object]:
         order = "columns" if self._by_columns else "rows"
         metadata = f"{self.shape} {self._stored.str} by {order}"
         return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}

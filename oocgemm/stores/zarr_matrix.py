@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Chunked, Coding, GemmProblem, Layout, Remote, Writing
 from oocgemm.planning.setting import CHUNK_BYTES
-from oocgemm.planning.tiling import Range
+from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.stores.base import (
     BATCH_BYTES,
     Array,
@@ -29,6 +28,8 @@ from oocgemm.stores.base import (
     NewArray,
     Store,
     checked,
+    described,
+    file_identities,
     is_path,
     package,
     pieces,
@@ -54,7 +55,7 @@ from oocgemm.stores.files import (
     worth_caching,
 )
 from oocgemm.stores.formats import check_found, check_new_format, format_of, not_readable
-from oocgemm.stores.zarr_chunks import DirectChunks
+from oocgemm.stores.zarr_chunks import DirectChunks, cut
 from oocgemm.stores.zarr_metadata import (
     METADATA,
     Metadata,
@@ -88,16 +89,12 @@ def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
 class ZarrMatrix:
     """A matrix in a zarr array of format 2 or 3.
 
-    If the array is local and the module `zarr_codecs` supports its encoding, this package reads and writes
-    its chunk files directly (`DirectChunks`). Otherwise zarr does.
+    If the array is local and `oocgemm.stores.codecs` supports its encoding, this package reads and writes its
+    chunk files directly (`DirectChunks`). Otherwise zarr does.
     """
 
     def __init__(self, name: str, array: "zarr.Array[Any] | Metadata", *, unchanging: bool = False) -> None:
-        """Wrap an array that zarr opened, or one whose metadata was read without zarr.
-
-        `name` is its name in messages. `unchanging` promises that nobody writes to the array during the run:
-        see `DirectChunks`.
-        """
+        """Wrap an array that zarr opened, or one whose metadata was read. See `DirectChunks.unchanging`."""
         if array.dtype.kind not in "biufc":  # text is refused here: zarr warns about its metadata
             checked(name, array.shape, array.dtype)
         # The array as opened by zarr, None until it is needed; and the one from which zarr reads blocks.
@@ -157,12 +154,14 @@ class ZarrMatrix:
                 "numcodecs lacks: pass it opened by tensorstore, or copy it with tensorstore to another "
                 "compressor, such as zstd"
             )
-        down, across = (
-            -(-extent // of) for extent, of in zip(self.shape, self.layout.writing.chunk, strict=True)
-        )
-        check_keys(
-            f"{self.name} at {place}", found.zarr_format, found.key, (down, across), self._keys_found()
-        )
+        keys = self._keys_found()
+        check_keys(f"{self.name} at {place}", found.zarr_format, found.key, self._grid, keys)
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """The rows and columns of chunks or shards."""
+        chunk = self.layout.writing.chunk
+        return ceil_div(self.shape[0], chunk[0]), ceil_div(self.shape[1], chunk[1])
 
     def _keys_found(self) -> Iterator[str]:
         """Yield the keys of what is stored of the array, relative to it; nothing if that is unknown."""
@@ -321,17 +320,10 @@ class ZarrMatrix:
         return fingerprint_of(self.folder / name for name in self._names(rows, cols))
 
     def _fingerprints(self) -> dict[str, str]:
-        down, across = (
-            -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.writing.chunk, strict=True)
-        )
-        return chunk_fingerprints(self.folder, self._metadata.key, (down, across))
+        return chunk_fingerprints(self.folder, self._metadata.key, self._grid)
 
     def reserve(self) -> None:
-        """Raise `InputError` if the disk has too little room for all chunks of the array.
-
-        Check only a local array that is neither compressed nor sharded. For other arrays, the sizes of the
-        files are not known before they are written.
-        """
+        """Raise `InputError` if the disk has too little room for all chunks, whose sizes must be known."""
         if self.raw and free_bytes(str(self.folder)) < raw_bytes(
             self.shape, self.layout.writing.chunk, self.dtype.itemsize
         ):
@@ -339,12 +331,12 @@ class ZarrMatrix:
 
     def missing_bytes(self) -> int:
         """Estimate the disk space of missing chunks, each as large as the average stored one."""
-        stored = []
+        stored, chunk = [], self.layout.writing.chunk
         names = self._names((0, self.shape[0]), (0, self.shape[1]))
         for name in names:
             with suppress(FileNotFoundError):
                 stored.append(padded((self.folder / name).stat().st_size))
-        whole = raw_bytes(self.layout.writing.chunk, self.layout.writing.chunk, self.dtype.itemsize)
+        whole = raw_bytes(chunk, chunk, self.dtype.itemsize)
         each = sum(stored) / len(stored) if stored else whole
         return round((len(names) - len(stored)) * each)
 
@@ -369,11 +361,8 @@ class ZarrMatrix:
 
     def _names(self, rows: Range, cols: Range) -> list[str]:
         """Return the paths, within the array's folder, of the files (chunks or shards) of a block."""
-        numbers = (
-            range(span[0] // chunk, -(-span[1] // chunk))
-            for span, chunk in zip((rows, cols), self.layout.writing.chunk, strict=True)
-        )
-        return [self._metadata.key(number) for number in product(*numbers)]
+        blocks = cut((rows, cols), self.layout.writing.chunk)
+        return [self._metadata.key(number) for number, _ in blocks]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
         """Return whether a block consists of whole chunks, or shards. One at the edge counts as whole."""
@@ -396,10 +385,7 @@ class ZarrMatrix:
         return {
             "unfinished": self._mark.get("complete") is False,
             "uplo": self._mark.get("uplo"),
-            "store": f"zarr v{found.zarr_format}",
-            "path": found.place,
-            "shape": list(self.shape),
-            "dtype": self.dtype.name,
+            **described(self, f"zarr v{found.zarr_format}", found.place),
             "chunks": list(found.chunks),
             "shards": list(found.shards) if found.shards else None,
             "codecs": list(found.codecs),
@@ -409,12 +395,7 @@ class ZarrMatrix:
     def identities(self) -> set[object]:
         if self._metadata.folder is None:
             return {("store", id(self.array.store), self.array.path), self._metadata.place}
-        return folder_identity(self._metadata.folder)
-
-
-def folder_identity(folder: Path) -> set[object]:
-    status = os.stat(folder)
-    return {("file", status.st_dev, status.st_ino)}
+        return file_identities(self._metadata.folder)
 
 
 def reason(error: BaseException) -> str:
@@ -426,11 +407,7 @@ def reason(error: BaseException) -> str:
 
 
 def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
-    """Return an object that reads and writes chunks without zarr; None if zarr must do so.
-
-    zarr must do so for a remote or empty array, and for an encoding that the module `zarr_codecs` does not
-    support.
-    """
+    """Return what reads and writes chunks without zarr; None for remote or empty arrays, and other codecs."""
     if found.folder is None or 0 in found.shape or found.encoding is None:
         return None
     chunks = DirectChunks(
@@ -521,11 +498,6 @@ class ZarrPaths(Store):
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
-        """Return the layout (the chunks and the memory to write them) of a new array.
-
-        If `chunks` is None, the planner chooses the shape of the chunks. Raises `InputError` for `chunks`
-        that are not two positive integers.
-        """
         check_new_format("C", path)
         return new_zarr_layout(problem, chunks, compressor)
 
