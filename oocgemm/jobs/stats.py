@@ -61,10 +61,17 @@ from oocgemm.stores.arrays import in_float64
 from oocgemm.stores.base import failure
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import accepting
-from oocgemm.stores.element_forms import Numbers, is_missing, positions
 from oocgemm.stores.genetics import PER_BYTE
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import SLAB, StandardizedMatrix, chain_of, change_of
+from oocgemm.stores.transformed import (
+    SLAB,
+    Numbers,
+    StandardizedMatrix,
+    chain_of,
+    change_of,
+    is_missing,
+    positions,
+)
 from oocgemm.system import cache
 from oocgemm.system.resources import available_memory
 

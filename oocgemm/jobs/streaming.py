@@ -17,8 +17,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, pieces
 from oocgemm.stores.arrays import in_float64, read_block, viewed
 from oocgemm.stores.base import failure
-from oocgemm.stores.element_forms import is_missing, positions
-from oocgemm.stores.transformed import SLAB
+from oocgemm.stores.transformed import SLAB, is_missing, positions
 
 T = TypeVar("T")
 # Maximum numbers of threads of a pass, in all and per core. With two per core, one computes while the other

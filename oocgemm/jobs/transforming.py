@@ -24,11 +24,11 @@ from oocgemm.planning.units import counted, parse_size
 from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import AS_STORED, accepting
-from oocgemm.stores.element_forms import Numbers
 from oocgemm.stores.formats import OperandFacts, python_command
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import (
     ImputedMatrix,
+    Numbers,
     StandardizedMatrix,
     SteppedMatrix,
     TransformedMatrix,

@@ -4,7 +4,7 @@ Each step replaces every element x. A step may have a number u per row or per co
 constants. All steps are computed in float64. The result of the last one is rounded once, to the dtype in
 which the operand is multiplied.
 
-Here is only the description of the steps. `oocgemm.stores.element_forms` has them for NumPy arrays, and
+Here is only the description of the steps. `oocgemm.stores.transformed` has them for NumPy arrays, and
 kernels/transforms/steps.cuh for CUDA.
 """
 

@@ -1,14 +1,11 @@
 """Decompress data, find the streams of compressed frames, and decode and encode zarr chunks.
 
-Data is decompressed with the codecs of numcodecs, and gzip or zlib data with isal where it is installed.
-
 zstd and blosc data is decompressed with the C libraries inside numcodecs, past its Python layer. For a chunk
 of 64 KiB, this layer takes 4 us. For zstd it also creates the library's working memory, a decompression
 context, anew, which takes 8 us more. Here each thread keeps its context.
 
-Frames are the stored bytes of chunks. A GPU decodes the compressed streams in them, many at a time. The
-kernels in `kernels/decoding` find the streams. Here, one frame tells whether and how fast a GPU can decode an
-array.
+Frames are the stored bytes of chunks. A GPU decodes the compressed streams in them (`kernels/decoding`). One
+frame tells here whether and how fast a GPU can decode an array.
 
 A blosc frame consists of a header of 16 bytes, the offsets of its blocks, and the blocks. A block is stored
 as one stream or, if it is split, as one stream per byte of an element. The length of each stream precedes it.
@@ -130,22 +127,15 @@ GZIP, ZLIB = 31, 15
 
 def decompress_into(compressor: Any, stored: Array, out: Array) -> None:
     """Decompress `stored` into `out`, all of it. Raises `ValueError`, and whatever the codec raises."""
-    if decompresses_in_place(compressor, stored, out):
+    if decompress(compressor.codec_id, stored, out):
+        return
+    if compressor.codec_id in INTO_MEMORY and decoded_size(compressor, stored) == out.nbytes:
+        compressor.decode(stored, out=out)
         return
     data = decompressed(compressor, stored, out.nbytes)
     if data.nbytes != out.nbytes:
         raise ValueError(f"{data.nbytes} bytes instead of {out.nbytes}")
     out[:] = data
-
-
-def decompresses_in_place(compressor: Any, stored: Array, out: Array) -> bool:
-    """Decompress `stored` straight into `out` if the compressor can. Return whether it was filled."""
-    if decompress(compressor.codec_id, stored, out):
-        return True
-    if compressor.codec_id in INTO_MEMORY and decoded_size(compressor, stored) == out.nbytes:
-        compressor.decode(stored, out=out)
-        return True
-    return False
 
 
 def decoded_size(compressor: Any, stored: Array) -> int | None:
@@ -432,12 +422,11 @@ class Encoding:
         if self.compressor is None:
             elements = stored
         elif self.compressor.codec_id in INTO_MEMORY:
-            direct = into is not None and self.in_place
-            elements = into.reshape(-1).view(np.uint8) if into is not None and direct else scratch(size)
-            if not decompresses_in_place(self.compressor, stored, elements):
-                elements = decompressed(self.compressor, stored, size)
-            elif into is not None and direct:
-                return into
+            direct = into if self.in_place else None
+            elements = scratch(size) if direct is None else direct.reshape(-1).view(np.uint8)
+            decompress_into(self.compressor, stored, elements)
+            if direct is not None:
+                return direct
         else:
             elements = decompressed(self.compressor, stored, size)
         if elements.nbytes != size:

@@ -540,20 +540,16 @@ def _write(path: Path, data: Array, size: int) -> None:
     for extra in (past_cache, 0) if past_cache else (0,):
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | extra, 0o666)
-        except OSError as error:
-            if extra and error.errno == errno.EINVAL:
-                continue
-            raise
-        try:
-            write_fully(descriptor, data)
-            if size != data.nbytes:
-                os.ftruncate(descriptor, size)
-            return
-        except OSError as error:
-            if not (extra and error.errno == errno.EINVAL):
+            try:
+                write_fully(descriptor, data)
+                if size != data.nbytes:
+                    os.ftruncate(descriptor, size)
+                return
+            finally:
+                os.close(descriptor)
+        except OSError as error:  # EINVAL: the file system has no direct I/O
+            if not extra or error.errno != errno.EINVAL:
                 raise
-        finally:
-            os.close(descriptor)
 
 
 # The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly

@@ -1,8 +1,7 @@
 """Files of genetics: genotypes of PLINK 1 (.bed), and relationship matrices of GCTA (.grm.bin).
 
-A .bed file is a read-only matrix of int8 with a row per individual.
-
-The file has two bits per genotype, and a line of whole bytes per variant::
+A .bed file is a read-only matrix of int8 with a row per individual. The file has two bits per genotype, and a
+line of whole bytes per variant::
 
     bits    genotype                    element
     00      homozygous for allele 1     2
@@ -12,21 +11,16 @@ The file has two bits per genotype, and a line of whole bytes per variant::
 
 An element counts copies of allele 1 (A1, column 5 of the .bim file), as PLINK 1 does. The individual whose
 number in a byte is j has the bits 2 j and 2 j + 1. The .fam and .bim files beside the .bed file have a line
-per individual and per variant. Only their lines are counted.
-
-https://www.cog-genomics.org/plink/1.9/formats#bed describes the format.
+per individual and per variant (https://www.cog-genomics.org/plink/1.9/formats#bed).
 
 `on_chromosomes` finds variants by the names of chromosomes in the .bim file. PLINK writes these names in
 several ways. "X", "x", "chrX" and "23" are equal, and so are Y and 24, XY and 25, MT and 26. The numbers are
 those of humans. So they are not equal in a file with numbers above 26, or with names of both kinds.
 
-GCTA's file of a genetic relationship matrix, X.grm.bin, is a symmetric matrix of float32.
-
-The file has the elements on and below the diagonal, row by row, in little-endian float32, without a header.
-So element (i, j) is number ``i (i + 1) / 2 + j``. Two more files belong to it: X.grm.id has the family ID and
-the individual ID of each row, and X.grm.N.bin the number of variants that each element was computed from.
-
-https://yanglab.westlake.edu.cn/software/gcta/#MakingaGRM describes the format.
+GCTA's file of a genetic relationship matrix, X.grm.bin, has the elements on and below the diagonal, row by
+row, in little-endian float32, without a header. So element (i, j) is number ``i (i + 1) / 2 + j``. X.grm.id
+has the family ID and the individual ID of each row, and X.grm.N.bin the number of variants that each element
+was computed from (https://yanglab.westlake.edu.cn/software/gcta/#MakingaGRM).
 """
 
 import os

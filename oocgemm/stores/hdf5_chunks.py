@@ -238,16 +238,12 @@ class HDF5Chunks:
             resident_bytes=self.index.nbytes,
         )
 
-    @property
-    def _decoded_bytes(self) -> int:
-        return self.pipeline.size
-
     @cached_property
     def _scratch_bytes(self) -> int:
         """The scratch memory of a thread: a run as stored and as decoded, and what the filters need."""
         if not self.pipeline.filters:
-            return MIN_DIRECT if self._decoded_bytes < MIN_STRAIGHT else 0
-        decoded = _rounded(max(BATCH_BYTES, self._decoded_bytes))
+            return MIN_DIRECT if self.pipeline.size < MIN_STRAIGHT else 0
+        decoded = _rounded(max(BATCH_BYTES, self.pipeline.size))
         return MIN_DIRECT + decoded + self.pipeline.scratch_bytes(self.index.max_stored)
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -269,19 +265,19 @@ class HDF5Chunks:
         """The chunks for compiled code, if they are not encoded and the page cache seems to contain them."""
         index = self.index
         raw = self.dtype.isnative and not self.pipeline.filters
-        whole = raw and (index.sizes == self._decoded_bytes).all()
+        whole = raw and (index.sizes == self.pipeline.size).all()
         # Compiled code looks chunks up in an array of the whole grid.
         if not (whole and index.dense):
             return None
         some = np.sort(index.offsets[:: max(1, index.offsets.size // SAMPLES)]).tolist()
         if not (some and in_page_cache(self.path, some)):
             return None
-        end, itemsize = int(index.offsets.max()) + self._decoded_bytes, self.dtype.itemsize
+        end, itemsize = int(index.offsets.max()) + self.pipeline.size, self.dtype.itemsize
         return CachedChunks(self.path, None, self.chunk, itemsize, end, offsets=index.grid_offsets())
 
     def _read_cached(self, rows: Range, cols: Range, out: Array) -> bool:
         """Read a block from the page cache by compiled code. Return whether that was possible."""
-        fast = self._decoded_bytes < MIN_DIRECT or many_cores()
+        fast = self.pipeline.size < MIN_DIRECT or many_cores()
         return bool(fast and self._raw and self._raw.read(rows, cols, out) == [])
 
     def _runs(self, i: int, first: int, last: int) -> Iterator[Run]:
@@ -303,14 +299,14 @@ class HDF5Chunks:
         part = slice(entries.start, entries.stop)
         columns = (self.index.numbers[part] - i * self.index.grid[1]).tolist()
         offsets, sizes = self.index.offsets[part].tolist(), self.index.sizes[part].tolist()
-        straight = not self.pipeline.filters and self._decoded_bytes >= MIN_STRAIGHT
+        straight = not self.pipeline.filters and self.pipeline.size >= MIN_STRAIGHT
         start, size = 0, 0
         for at in range(len(columns)):
             if at > start:
                 adjacent = (
                     columns[at] == columns[at - 1] + 1 and offsets[at] == offsets[at - 1] + sizes[at - 1]
                 )
-                decoded = (at + 1 - start) * self._decoded_bytes
+                decoded = (at + 1 - start) * self.pipeline.size
                 if straight or not adjacent or max(size + sizes[at], decoded) > BATCH_BYTES:
                     yield (columns[start], columns[at - 1] + 1), entries[start:at]
                     start, size = at, 0
@@ -333,13 +329,11 @@ class HDF5Chunks:
             self._damaged(i, last - 1, f"ends at byte {end}, and the file has {file.size} bytes")
         if not self.pipeline.filters:
             sizes = self.index.sizes[part]
-            wrong = np.flatnonzero(sizes != self._decoded_bytes)
+            wrong = np.flatnonzero(sizes != self.pipeline.size)
             if len(wrong):
                 number = int(wrong[0])
-                self._damaged(
-                    i, first + number, f"has {sizes[number]} bytes instead of {self._decoded_bytes}"
-                )
-            if self._decoded_bytes >= MIN_STRAIGHT:
+                self._damaged(i, first + number, f"has {sizes[number]} bytes instead of {self.pipeline.size}")
+            if self.pipeline.size >= MIN_STRAIGHT:
                 self._read_straight(file, start, first, lines, cols, band)
                 return
         memory = scratch(self._scratch_bytes)
@@ -381,7 +375,7 @@ class HDF5Chunks:
     ) -> None:
         """Decode the entries `part`, from column `first` of row i on, and copy their rows `lines`."""
         sizes, masks = self.index.sizes[part].tolist(), self.index.masks[part].tolist()
-        size, last = self._decoded_bytes, first + len(sizes)
+        size, last = self.pipeline.size, first + len(sizes)
         decoded, rest = memory[: len(sizes) * size], memory[_rounded(max(BATCH_BYTES, size)) :]
         # A single chunk that is the whole destination is decoded in place.
         alone = last - first == 1 and band.shape == self.chunk and first * self.chunk[1] == cols[0]

@@ -15,9 +15,9 @@ Python releases the GIL once for all of them. With eight threads on 16 cores, pi
 the page cache at 18 GB/s, and at 0.9 GB/s with one preadv per piece. If the system does not support
 io_submit, preadv is called for each read.
 
-`read_parts` reads parts of many files, whose bytes are scattered in memory. A part consists of lines that are
-equally far apart in its file, and equally far apart in memory. Its lines are the buffers of one vectored
-read. Short gaps between lines in the file are read too, and dropped.
+`read_parts` reads parts of many files. A part consists of lines that are equally far apart in its file, and
+in memory. They are the buffers of one vectored read. Short gaps between lines in the file are read too, and
+dropped.
 """
 
 import ctypes

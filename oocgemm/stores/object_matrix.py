@@ -21,7 +21,7 @@ from oocgemm.planning import Layout, Remote, Writing
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, NewArray
 from oocgemm.stores.capabilities import SIDECAR
-from oocgemm.stores.codecs import CHECKSUM_BYTES, Encoding
+from oocgemm.stores.codecs import CHECKSUM_BYTES
 from oocgemm.stores.files import MAX_FINGERPRINTED
 from oocgemm.stores.formats import check_url_format
 from oocgemm.stores.objects import (
@@ -34,7 +34,7 @@ from oocgemm.stores.objects import (
     is_web,
     scrubbed,
 )
-from oocgemm.stores.zarr_chunks import MISSING, Block, Shards, cut, inside, view
+from oocgemm.stores.zarr_chunks import MISSING, Block, StoredChunks, cut, inside, view
 from oocgemm.stores.zarr_matrix import ZarrMatrix, reason
 from oocgemm.stores.zarr_metadata import (
     METADATA,
@@ -42,7 +42,6 @@ from oocgemm.stores.zarr_metadata import (
     V2_ATTRIBUTES,
     V2_GROUP,
     V3,
-    Metadata,
     check_sizes,
     keys_of_first,
 )
@@ -59,25 +58,15 @@ Place = tuple[int, int]
 Span = tuple[int, int, Place, Block, Array]
 
 
-@dataclass(frozen=True)
-class ObjectChunks:
+@dataclass(frozen=True, kw_only=True)
+class ObjectChunks(StoredChunks):
     """The chunks of a zarr array in an object store, and how to read and write them.
 
     - `bucket`: contains the objects of the array.
-    - `key`: returns the key of a chunk or shard, given its indices in the grid.
-    - `chunk`: the shape of a chunk.
-    - `encoding`: the format of a chunk's bytes.
-    - `fill`: the value of all elements of a chunk that is not stored.
-    - `shards`: the format of the shards; None if each chunk is an object.
     - `prefix`: what is prepended to the key when a chunk is written.
     """
 
     bucket: Bucket
-    key: Callable[[Place], str]
-    chunk: tuple[int, int]
-    encoding: Encoding
-    fill: Any
-    shards: Shards | None = None
     prefix: str = ""
     # The indexes of shards, which do not change while an operand is read.
     _indexes: dict[Place, Array | None] = field(default_factory=dict, compare=False, repr=False)
@@ -85,17 +74,16 @@ class ObjectChunks:
     @property
     def request_bytes(self) -> int:
         """The bytes of host memory that reading or writing one chunk takes, besides its source or target."""
-        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize + CHECKSUM_BYTES
+        size = self.chunk_bytes + CHECKSUM_BYTES
         stored = GROUP_BYTES if self.group != (1, 1) else size
         return max(2 * STREAMED_BYTES, stored + self.encoding.encode_bytes(size))
 
     @cached_property
     def group(self) -> tuple[int, int]:
         """The rows and columns of chunks that a task reads together: more than one only in shards."""
-        down = across = 1
-        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
+        down, across, most = 1, 1, GROUP_BYTES // 2
         rows, columns = self.shards.chunks if self.shards else (1, 1)
-        while 2 * down * across * size <= GROUP_BYTES and (2 * down <= rows or 2 * across <= columns):
+        while down * across * self.chunk_bytes <= most and (2 * down <= rows or 2 * across <= columns):
             wider = 2 * across <= columns and (across <= down or 2 * down > rows)
             down, across = (down, 2 * across) if wider else (2 * down, across)
         return down, across
@@ -206,9 +194,8 @@ class ObjectChunks:
 
     def _lines(self, number: Place, length: int, block: Block) -> tuple[int, int]:
         """Return where the lines of an uncompressed chunk that contain a block begin and end in it."""
-        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
-        if length not in (-1, size):
-            self._damaged(number, f"it has {length} bytes instead of {size}")
+        if length not in (-1, self.chunk_bytes):
+            self._damaged(number, f"it has {length} bytes instead of {self.chunk_bytes}")
         return self.encoding.lines_of(self.chunk, inside(block, self.chunk))
 
     def _decode(self, number: Place, block: Block, stored: Array, out: Array) -> None:
@@ -258,7 +245,8 @@ class ObjectMatrix(ZarrMatrix):
     ) -> None:
         super().__init__(name, array, unchanging=unchanging)
         self._bucket = bucket
-        self._chunks = _chunks(bucket, self._metadata)
+        fields = self._metadata.stored_chunks()
+        self._chunks = None if fields is None else ObjectChunks(bucket=bucket, **fields)
         self._redo = ""
         self._tags: dict[str, str] = {}
         self._listed = False
@@ -404,19 +392,6 @@ class ObjectMatrix(ZarrMatrix):
 def _digest(tags: dict[str, str]) -> str:
     text = "\n".join(f"{key} {tag}" for key, tag in sorted(tags.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _chunks(bucket: Bucket, found: Metadata) -> ObjectChunks | None:
-    if 0 in found.shape or found.encoding is None:
-        return None
-    return ObjectChunks(
-        bucket=bucket,
-        key=found.key,
-        chunk=(int(found.chunks[0]), int(found.chunks[1])),
-        encoding=found.encoding,
-        fill=found.fill,
-        shards=found.shard_format,
-    )
 
 
 def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:

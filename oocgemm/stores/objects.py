@@ -331,50 +331,46 @@ class ObjectFolder:
     """
 
     def __init__(self, url: str, path: str) -> None:
-        self._url, self._path = url, path
+        self._url, self.path = url, path
 
     def __truediv__(self, name: str) -> "ObjectFolder":
-        return ObjectFolder(self._url, f"{self._path}/{name}")
+        return ObjectFolder(self._url, f"{self.path}/{name}")
 
     def __str__(self) -> str:
-        return f"{self.bucket.url}/{self._path}"
+        return f"{self.bucket.url}/{self.path}"
 
     @property
     def name(self) -> str:
-        return self._path.rpartition("/")[2]
-
-    @property
-    def path(self) -> str:
-        return self._path
+        return self.path.rpartition("/")[2]
 
     @cached_property
     def bucket(self) -> Bucket:
         return Bucket(self._url)
 
     def get(self, name: str) -> tuple[bytes, dict[str, str]] | None:
-        found = self.bucket.get(f"{self._path}/{name}")
+        found = self.bucket.get(f"{self.path}/{name}")
         return None if found is None else (found[0].tobytes(), found[1])
 
     def replace(self, name: str, content: bytes, version: dict[str, str] | None) -> dict[str, str]:
-        return self.bucket.replace(f"{self._path}/{name}", content, version)
+        return self.bucket.replace(f"{self.path}/{name}", content, version)
 
     def exists(self) -> bool:
-        return bool(self.bucket.listing(self._path, limit=1))
+        return bool(self.bucket.listing(self.path, limit=1))
 
     def array_exists(self) -> bool:
         """Return whether the array has any object outside this folder."""
         # A page of the listing may contain only objects of the journal, which are few.
-        return any(not key.startswith(f"{self._path}/") for key in self.bucket.listing(limit=1000))
+        return any(not key.startswith(f"{self.path}/") for key in self.bucket.listing(limit=1000))
 
     def clear(self, keep: Collection[str] = (), *, array: bool) -> None:
         """Delete the objects in this folder, except those in `keep`, and with `array` those of the array.
 
         The journal itself is deleted last: an interrupted call can then be repeated.
         """
-        kept, inside = tuple(f"{self._path}/{name}" for name in keep), f"{self._path}/"
+        kept, inside = tuple(f"{self.path}/{name}" for name in keep), f"{self.path}/"
         found = [
             key
-            for key in self.bucket.listing("" if array else self._path)
+            for key in self.bucket.listing("" if array else self.path)
             if not (kept and key.startswith(kept))
         ]
         self.bucket.delete([key for key in found if not key.startswith(inside)])

@@ -6,8 +6,9 @@ its place: `TransformedMatrix` those of a `Transform`, `StandardizedMatrix` thos
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +18,6 @@ from oocgemm.planning.elements import STREAMED, ElementStep
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import in_float64, read_block
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, View, pieces
-from oocgemm.stores.element_forms import Numbers, apply, is_missing, positions
 from oocgemm.stores.transform import Transform
 
 # Elements that are transformed at a time. With fewer, threads mostly wait for the GIL.
@@ -31,6 +31,51 @@ _BY_FLOAT64 = ("int32", "int64")
 DType = np.dtype[Any]
 # The axes of numbers (`ElementStep.axis`).
 _AXES = "rows", "cols"
+
+
+# The numbers of a step, per row or per column of an array; None if it has none.
+Numbers = Array | None
+
+
+def apply(steps: Sequence[ElementStep], numbers: Sequence[Numbers], x: Array) -> Array:
+    """Return float64 elements after a chain of steps. `x`, which has the stored elements, may be overwritten.
+
+    `numbers` are those of the rows or columns of `x`. Overflows and invalid operations give Inf and NaN.
+    """
+    missing = {i: is_missing(x, step.constants[0]) for i, step in enumerate(steps) if step.kind == "impute"}
+    with np.errstate(all="ignore"):
+        for i, (step, u) in enumerate(zip(steps, numbers, strict=True)):
+            if i in missing:
+                lost = positions(missing[i])
+                assert u is not None
+                x[lost] = u[lost[step.axis == "cols"]]
+            else:
+                along = None if u is None else u.reshape((-1, 1) if step.axis == "rows" else (1, -1))
+                x = _FORMS[step.kind](x, step, along)
+    return x
+
+
+# `impute` needs the stored elements: see `apply`.
+_FORMS: dict[str, Callable[[Array, ElementStep, Any], Array]] = {
+    "log1p": lambda x, step, u: np.log1p(x, out=x),
+    "center": lambda x, step, u: np.subtract(x, u, out=x),
+    "scale": lambda x, step, u: np.multiply(x, u, out=x),
+    "clip": lambda x, step, u: np.clip(x, *step.constants, out=x),
+    "correct": lambda x, step, u: x,
+}
+
+
+def is_missing(x: Array, code: float) -> Array:
+    """Return which elements have the code of missing ones, which may be NaN."""
+    # NumPy would cast all integers to compare them with a float.
+    same = int(code) if x.dtype.kind == "i" else code
+    found: Array = np.isnan(x) if isnan(code) else x == same
+    return found
+
+
+def positions(mask: Array) -> tuple[Array, ...]:
+    """Return the indices that `np.nonzero` returns, in a tenth of its time if the mask is mostly false."""
+    return np.unravel_index(np.flatnonzero(mask), mask.shape)
 
 
 class ElementView(View):

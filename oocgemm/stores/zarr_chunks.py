@@ -131,16 +131,35 @@ class Shards:
         return content.view(self.dtype).reshape(*self.chunks, 2)
 
 
-@dataclass(frozen=True)
-class DirectChunks:
-    """The chunk files of a local zarr array, and how to read and write them.
+@dataclass(frozen=True, kw_only=True)
+class StoredChunks:
+    """How the chunks of a zarr array are stored.
 
-    - `root`: the array's folder.
-    - `key`: returns the file name of a chunk or shard, given its indices in the grid.
+    - `key`: returns the key or file name of a chunk or shard, given its indices in the grid.
     - `shape`, `chunk`: the shapes of the array and of a chunk.
     - `encoding`: the format of a chunk's bytes.
     - `fill`: the value of all elements of a chunk that is not stored.
-    - `shards`: the format of the shards; None if each chunk has its own file.
+    - `shards`: the format of the shards; None if each chunk has its own file or object.
+    """
+
+    key: Callable[[tuple[int, int]], str]
+    shape: tuple[int, int]
+    chunk: tuple[int, int]
+    encoding: Encoding
+    fill: Any
+    shards: Shards | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes of a chunk before compression, also of one at an edge of the array."""
+        return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectChunks(StoredChunks):
+    """The chunk files of a local zarr array, and how to read and write them.
+
+    - `root`: the array's folder.
     - `worth_caching`: whether the array is small enough to stay in the page cache. If false, reads of
       uncompressed chunks bypass the page cache. If true, only the first read of whole rows bypasses it, since
       a single read is fastest that way. A second read fills the page cache.
@@ -151,12 +170,6 @@ class DirectChunks:
     """
 
     root: Path
-    key: Callable[[tuple[int, int]], str]
-    shape: tuple[int, int]
-    chunk: tuple[int, int]
-    encoding: Encoding
-    fill: Any
-    shards: Shards | None = None
     worth_caching: bool = True
     cached: bool = False
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
@@ -174,11 +187,6 @@ class DirectChunks:
             with suppress(OSError), os.scandir(folders[1]) as entries:
                 paths = [entry.path for entry in entries if entry.is_dir()]
                 self._mtimes.update({path: folder_mtime(path) for path in paths})
-
-    @property
-    def chunk_bytes(self) -> int:
-        """The bytes of a chunk before compression, also of one at an edge of the array."""
-        return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
     @cached_property
     def stored_as_is(self) -> bool:

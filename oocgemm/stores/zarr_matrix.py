@@ -408,19 +408,11 @@ def reason(error: BaseException) -> str:
 
 def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
     """Return what reads and writes chunks without zarr; None for remote or empty arrays, and other codecs."""
-    if found.folder is None or 0 in found.shape or found.encoding is None:
+    fields = found.stored_chunks()
+    if found.folder is None or fields is None:
         return None
-    chunks = DirectChunks(
-        root=found.folder,
-        key=found.key,
-        shape=(int(found.shape[0]), int(found.shape[1])),
-        chunk=(int(found.chunks[0]), int(found.chunks[1])),
-        encoding=found.encoding,
-        fill=found.fill,
-        shards=found.shard_format,
-        unchanging=unchanging,
-        worth_caching=worth_caching(found.shape[0] * found.shape[1] * found.dtype.itemsize),
-    )
+    cacheable = worth_caching(found.shape[0] * found.shape[1] * found.dtype.itemsize)
+    chunks = DirectChunks(root=found.folder, unchanging=unchanging, worth_caching=cacheable, **fields)
     # Only such files are worth the check. A result is read once, and its blocks pass through host slots.
     if chunks.unchanging and chunks.worth_caching and chunks.stored_as_is:
         return replace(chunks, cached=chunks.in_page_cache())

@@ -88,6 +88,19 @@ class Metadata:
     shards: tuple[int, ...] | None = None
     shard_format: Shards | None = None
 
+    def stored_chunks(self) -> dict[str, Any] | None:
+        """Return the fields of `StoredChunks`; None if only zarr can read and write the chunks."""
+        if 0 in self.shape or self.encoding is None:
+            return None
+        return {
+            "key": self.key,
+            "shape": (int(self.shape[0]), int(self.shape[1])),
+            "chunk": (int(self.chunks[0]), int(self.chunks[1])),
+            "encoding": self.encoding,
+            "fill": self.fill,
+            "shards": self.shard_format,
+        }
+
     def with_attribute(self, name: str, value: object) -> "Metadata":
         """Set an attribute in the metadata of a local array, or with None delete it. Raises `OSError`."""
         assert self.folder is not None

@@ -17,7 +17,7 @@ from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.launches import ElementNumbers, Elements, expand_options
 from oocgemm.planning.elements import ElementStep
-from oocgemm.stores.element_forms import apply
+from oocgemm.stores.transformed import apply
 from tests.support.backends_here import CUDA
 from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources

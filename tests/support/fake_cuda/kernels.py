@@ -18,7 +18,7 @@ from oocgemm.kernels.launches import AXES, MOMENTS, ChainNumbers, Elements, part
 from oocgemm.kernels.spec import C_TYPES, Arguments
 from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.sinks import REDUCTIONS, Step
-from oocgemm.stores.element_forms import apply
+from oocgemm.stores.transformed import apply
 from tests.support.fake_cuda import measuring, packer, selecting, unpacker
 from tests.support.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.support.fake_cuda.memory import Array, Block, Memory, block_of
