@@ -284,13 +284,7 @@ def index_of(slot: Array, chunks: int) -> list[tuple[int, int]]:
 
 
 def frame_of(stored: bytes, chunk: int, codec: Codec) -> Frame | None:
-    """Find the streams in a frame; None if a GPU does not decode it, since it is damaged or unusual.
-
-    Args:
-        stored: the frame.
-        chunk: bytes of the decoded chunk.
-        codec: how the chunk is compressed.
-    """
+    """Find the streams in the frame of a chunk of `chunk` bytes; None if a GPU does not decode it."""
     if codec.blosc:
         return _blosc_frame(stored, chunk, codec)
     head = zstd_header(stored)

@@ -488,9 +488,8 @@ _madvise = _function(ctypes.CDLL, "madvise", ctypes.c_void_p, ctypes.c_size_t, c
 def publish(path: Path, data: Array, size: int, root: Path) -> None:
     """Create or replace the file at `path` with the first `size` bytes of the rows of `data`, atomically.
 
-    The file is first written under a temporary name, and then renamed. It is written past the page cache if
-    `data` is sector-aligned and padded to whole sectors. Missing folders between `root` and the file are
-    created. Raises `FileNotFoundError` if `root` does not exist: who removed it does not want the file.
+    Missing folders between `root` and the file are created. Raises `FileNotFoundError` if `root` does not
+    exist: who removed it does not want the file.
     """
     _make_folder(path.parent, root)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
@@ -603,12 +602,10 @@ def fingerprint_of(paths: Iterable[str | Path]) -> str:
 
 
 def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
-    """Return two digests of the status of files.
+    """Return digests of sizes and modification times ("content"), and of inode change times ("changes").
 
-    "content" is a digest of sizes and modification times, and "changes" of the inode change times (ctime). A
-    program can write to a file and restore its modification time, but it cannot set the ctime. Yet the ctime
-    also changes without a write, for example on chmod. So if only "changes" differs, the user must decide
-    whether the content is the same.
+    A program can write to a file and restore its modification time, but it cannot set the ctime, which also
+    changes on chmod. So if only "changes" differs, the user must decide whether the content is the same.
     """
     content, changes = list[bytes](), list[bytes]()
     for path in paths:
@@ -713,15 +710,12 @@ class CachedChunks:
         """Describe where the chunks are.
 
         Args:
-            path: of the file with all chunks. With `separator`, chunks have their own files, whose paths
-                begin with `path` and end with the chunk's numbers in the grid.
-            separator: between these numbers; None for one file.
-            chunk: rows and columns of a chunk.
-            itemsize: bytes of an element.
+            path: of the file with all chunks, or with `separator` the beginning of the paths of their files.
+            separator: between the chunk's numbers in the grid, with which these paths end.
+            chunk, itemsize: its rows and columns, and the bytes of an element.
             size: bytes of a chunk's file, or the least bytes of the one file.
             offset: the first byte of a chunk in its file.
-            offsets: the first bytes of all chunks in the one file, as an int64 array of the shape of the
-                grid; negative for chunks that are not stored.
+            offsets: those of all chunks of the grid in the one file; negative for missing ones.
         """
         self._chunk, self.itemsize = chunk, itemsize
         across = 0 if offsets is None else offsets.shape[1]

@@ -257,13 +257,8 @@ def _conversion_from_hdf5(name: str, path: str, dtype: str, kept: str) -> str:
 def dense_conversion(name: str, group: Any, opened: str, stem: str) -> str:
     """Return the remedy for a sparse matrix in a group, as AnnData stores it: a command that makes it dense.
 
-    The command works for matrices that are larger than memory: it reads 1024 rows or columns at a time.
-
-    Args:
-        name: the operand's name in messages.
-        group: the open group of zarr or h5py.
-        opened: Python code that imports a package and opens the group.
-        stem: of the path of the new array.
+    The command reads 1024 rows or columns at a time. `opened` is Python code that imports a package and opens
+    the group, `stem` that of the path of the new array.
     """
     stated = {
         key: group.attrs.get(key) for key in ("encoding-type", "h5sparse_format", "shape", "h5sparse_shape")

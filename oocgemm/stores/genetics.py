@@ -81,15 +81,9 @@ _SHOWN = 12
 
 
 def on_chromosomes(path: Path, given: Chromosomes | None) -> Array:
-    """Return whether each variant of a .bed file is on one of the given chromosomes.
+    """Return whether each variant of a .bed file is on one of the given chromosomes. Raises `InputError`.
 
-    Args:
-        path: of the .bed file.
-        given: the chromosomes. None: the autosomes, or all if the .bim file names no chromosome, but has 0 in
-            each line.
-
-    Raises:
-        InputError: the .bim file cannot be read, or names no variant on a chromosome that is given.
+    None: the autosomes, or all if the .bim file names no chromosome, but has 0 in each line.
     """
     place = path.with_suffix(".bim")
     names, inverse = np.unique(_first_words(place), return_inverse=True)
@@ -459,7 +453,7 @@ class GrmMatrix(NpyMatrix):
                 stop = min(rows[1], j)
                 out[: stop - rows[0], j - cols[0]] = _read(file.descriptor, j, (rows[0], stop))
 
-    def _read_back(self, rows: Range, cols: Range, out: Array) -> None:
+    def _read_back(self, rows: Range, cols: Range, out: Array, *, past_cache: bool = False) -> None:
         self.read(rows, cols, out)
 
     def _write(self, rows: Range, cols: Range, data: Array) -> None:
@@ -494,16 +488,10 @@ def companions(path: Path) -> tuple[Path, Path]:
 
 
 def write_companions(path: Path, individuals: Sequence[tuple[str, str]], variants: int | None) -> None:
-    """Write X.grm.id and X.grm.N.bin beside X.grm.bin. Files there are replaced.
+    """Write or replace X.grm.id and X.grm.N.bin beside X.grm.bin. Raises `InputError`.
 
-    Args:
-        path: of the .grm.bin file.
-        individuals: the family ID and the individual ID of each row.
-        variants: the number of variants that every element was computed from; None if the numbers differ,
-            and have been written already.
-
-    Raises:
-        InputError: a file cannot be written.
+    `individuals` has the family ID and the individual ID of each row. `variants` is the number of variants
+    that every element was computed from; None if the numbers differ, and have been written already.
     """
     ids, counts = companions(path)
 

@@ -201,11 +201,8 @@ def _computed(block: Any) -> Any:
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the chunk shape that the planner assumes, and the largest block computed to read such a chunk.
 
-    The chunks of a dask array may differ. The planner assumes equal chunks instead: on each axis, they are as
-    long as the longest dask chunk. To read one of them, dask computes all dask chunks that it overlaps. The
-    second result is an upper bound on the shape of all these together.
-
-    For an array without chunks, both results are one row of at most `ROW_BYTES` bytes.
+    Chunks of a dask array may differ. The planner assumes that all are as long as the longest. To read one of
+    these, dask computes all of its own that it overlaps. An array without chunks is read in rows.
     """
     found = getattr(source, "chunks", None)
     if found is None and package(source) == "tensorstore":

@@ -192,11 +192,7 @@ class NpyMatrix:
         mapped = part == (0, self._line) and out.nbytes >= MIN_DIRECT and not many_cores()
         if self._file and not mapped and self._file.read(lines, part, block) == []:
             return
-        with OpenFile(self._path, self._opener) as file:
-            self._check_length(file.size)
-            read_block(
-                file, self._offset, self._line, self._stored, lines, part, block, past_cache=self._past_cache
-            )
+        self._read_back(rows, cols, out, past_cache=self._past_cache)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if self._redirected is not None:
@@ -282,12 +278,12 @@ class NpyMatrix:
             found = crc32(block.tobytes(), found)
         return f"{found:08x}"
 
-    def _read_back(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block that has just been written, so that it is in the page cache."""
-        lines, part, block = self._oriented(rows, cols, out)
+    def _read_back(self, rows: Range, cols: Range, out: Array, *, past_cache: bool = False) -> None:
+        """Read a block that has just been written, so that it is in the page cache, or any other."""
+        block = self._oriented(rows, cols, out)
         with OpenFile(self._path, self._opener) as file:
             self._check_length(file.size)
-            read_block(file, self._offset, self._line, self._stored, lines, part, block, past_cache=False)
+            read_block(file, self._offset, self._line, self._stored, *block, past_cache=past_cache)
 
     def fingerprint(self) -> dict[str, object]:
         order = "columns" if self._by_columns else "rows"

@@ -232,11 +232,8 @@ def runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
 class ObjectMatrix(ZarrMatrix):
     """A matrix in a zarr array of format 2 or 3 in an object store.
 
-    Chunks whose encoding the module `oocgemm.stores.codecs` supports are read and written by this
-    package, each in a request of its own. zarr writes sharded arrays, and reads and writes all others.
-
-    A PUT replaces an object atomically, and is durable when it returns. So nothing needs to be flushed.
-
+    zarr writes sharded arrays, and reads and writes those with codecs that this package does not support. A
+    PUT replaces an object atomically, and is durable when it returns. So nothing needs to be flushed.
     `guard` is called before each write. It raises an error if this run may no longer write.
     """
 

@@ -237,13 +237,7 @@ class TransformedMatrix(SteppedMatrix):
     ) -> None:
         """View a matrix. Raises `InputError` if the transform cannot be applied to it.
 
-        Args:
-            matrix: the operand as it is stored.
-            transform: what happens to its elements.
-            k_axis: the axis of the stored matrix over which the product sums.
-            lines: what the indices along this axis are called in messages, "rows" or "columns".
-            numbers: those of the steps; None if they are unknown.
-            dtype: of the result, if it is not that of the transform.
+        The product sums over `k_axis`, whose indices are called `lines` in messages: "rows" or "columns".
         """
         self.transform, self.k_axis, self.lines = transform, k_axis, lines
         self.code = transform.code(matrix.name, matrix.dtype)

@@ -114,10 +114,10 @@ class ZarrMatrix:
         self.name = name
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
-        # If `_writes_directly` is true, `_writer` writes chunk files. Otherwise zarr writes to the array
-        # object `_written`. Both write to the folder `_target`, which is None for a remote array.
-        self._writer, self._written, self._target = self.direct, self._read, found.folder
-        self._writes_directly = self.direct is not None and self.direct.shards is None
+        # `_writer` writes chunk files. If it is None, zarr writes to the array `_written`. Both write to the
+        # folder `_target`, which is None for a remote array.
+        self._writer = self.direct if self.direct and self.direct.shards is None else None
+        self._written, self._target = self._read, found.folder
         chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
         shards = found.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
@@ -130,7 +130,7 @@ class ZarrMatrix:
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
             decode_bytes += self.direct.stored_bytes * bool(decode_bytes)
-            if self._writes_directly:
+            if self._writer:
                 encode_bytes = self.direct.encoding.encode_bytes(self.direct.chunk_bytes)
         raw = self.direct if self.direct and self.direct.encoding.raw else None
         self.layout: Layout = Chunked(
@@ -237,13 +237,13 @@ class ZarrMatrix:
                 f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] covers some chunks only in "
                 "part, and other threads may write the rest at the same time: write whole chunks"
             )
-        if self._writer is not None and self._writes_directly:
+        if self._writer is not None:
             self._writer.write(rows, cols, data)
         else:
             self._written.set_basic_selection((slice(*rows), slice(*cols)), data)
 
     def codec(self) -> str:
-        return self.direct.codec if self.direct is not None and self._writes_directly else ""
+        return self._writer.codec if self._writer is not None else ""
 
     def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
         assert self._writer is not None
@@ -255,7 +255,7 @@ class ZarrMatrix:
     def redirect_writes(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self._target = folder
-        if self._writer is not None and self._writes_directly:
+        if self._writer is not None:
             self._writer = replace(self._writer, root=folder)
             return
         for name in METADATA:
@@ -343,7 +343,7 @@ class ZarrMatrix:
     @property
     def raw(self) -> bool:
         """Whether the array is local and not sharded, and its chunk files contain only the elements."""
-        return self._writes_directly and self.direct is not None and self.direct.encoding.raw
+        return self._writer is not None and self._writer.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:
         stated = json.dumps(self._metadata.stated, sort_keys=True, default=str)

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +59,10 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
     "blosc-lz4": {"cname": "lz4", "clevel": 3},
     "blosc-zstd": {"cname": "zstd", "clevel": 1},
 }
+# The function that returns the key of a chunk, given its numbers in the grid.
+Key = Callable[[tuple[int, ...]], str]
+# The encodings of keys that zarr has, by their names and separators. Arrays of format 2 have the last two.
+_ENCODINGS = (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Metadata:
     dtype: np.dtype[Any]
     chunks: tuple[int, ...]
     fill: Any
-    key: Callable[[tuple[int, ...]], str]
+    key: Key
     codecs: tuple[str, ...]
     encoding: Encoding | None
     stated: Mapping[str, Any]
@@ -183,9 +186,7 @@ def _document_at(path: Path) -> Any:
 def create(new: NewArray, attributes: Mapping[str, Any]) -> Metadata | None:
     """Create a local array of format 3, filled with zeros, as `zarr.create_array` does. Return its metadata.
 
-    For a dtype that is not in `_DTYPES`, for an array without elements, or if a zarr array or group is at the
-    path, return None and create nothing. The caller must then create the array by zarr, which raises an error
-    if that is impossible. Raises `OSError`.
+    Returns None, and creates nothing, if the caller must create the array by zarr. Raises `OSError`.
     """
     folder, dtype = Path(new.path), new.dtype
     if dtype.name not in _DTYPES or 0 in new.shape:
@@ -233,12 +234,11 @@ def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None
         or encoding is None
         or not all(_known(codec, dtype) for codec in codecs)
         or not isinstance(attributes, dict)
-        or (kind, separator) not in (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
+        or (kind, separator) not in _ENCODINGS
         or len(names) != 2
         or not all(isinstance(name, str | None) for name in names)
     ):
         return None
-    prefix = f"c{separator}" if kind == "default" else ""
     return Metadata(
         zarr_format=3,
         place=f"file://{folder.as_posix()}",
@@ -247,7 +247,7 @@ def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None
         dtype=dtype,
         chunks=chunks,
         fill=_fill(stated["fill_value"], dtype),
-        key=f"{prefix}%d{separator}%d".__mod__,
+        key=key_of(kind, separator),
         codecs=tuple(f"{codec['name'].capitalize()}Codec" for codec in codecs),
         encoding=encoding,
         stated=stated,
@@ -256,11 +256,8 @@ def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None
 
 
 def _read_v2(path: str, folder: Path, stated: dict[str, Any], attributes: object) -> Metadata | None:
-    shape, chunks, separator = (
-        _extents(stated["shape"]),
-        _extents(stated["chunks"]),
-        stated["dimension_separator"],
-    )
+    shape, chunks = _extents(stated["shape"]), _extents(stated["chunks"])
+    separator = stated["dimension_separator"]
     dtype = np.dtype(stated["dtype"])
     encoding = from_v2(stated, dtype)
     if (
@@ -291,7 +288,7 @@ def _read_v2(path: str, folder: Path, stated: dict[str, Any], attributes: object
         dtype=dtype,
         chunks=chunks,
         fill=0 if fill is None else _fill(fill, dtype),
-        key=f"%d{separator}%d".__mod__,
+        key=key_of("v2", separator),
         codecs=() if encoding.compressor is None else (type(encoding.compressor).__name__,),
         encoding=encoding,
         stated=stated,
@@ -379,35 +376,24 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
     publish(path, data, data.nbytes, path.parent)
 
 
-Key = Callable[[tuple[int, ...]], str]
 # The key of a chunk in any encoding of keys, also of arrays with other numbers of dimensions.
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*", re.ASCII)
 # The folders of chunks, and how many of them one key has.
 _FOLDER, _DEPTH = re.compile(r"c|\d+", re.ASCII), 2
-# The encodings of keys that zarr has, by their names and separators. Arrays of format 2 have the last two.
-_ENCODINGS = (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
 
 
-def encoded(encoding: tuple[str, str], number: tuple[int, ...]) -> str:
-    """Return the key of a chunk.
+def key_of(kind: str, separator: str) -> Key:
+    """Return the function for the keys of an encoding.
 
-    >>> encoded(("default", "/"), (3, 4)), encoded(("v2", "."), (3, 4))
+    >>> key_of("default", "/")((3, 4)), key_of("v2", ".")((3, 4))
     ('c/3/4', '3.4')
     """
-    kind, separator = encoding
-    return separator.join([*(["c"] if kind == "default" else []), *map(str, number)])
+    prefix = f"c{separator}" if kind == "default" else ""
+    return f"{prefix}%d{separator}%d".__mod__
 
 
 def check_keys(place: str, zarr_format: int, key: Key, grid: tuple[int, int], found: Iterable[str]) -> None:
-    """Raise `InputError` if there are chunks, and none has a key that the metadata states.
-
-    Args:
-        place: the array, in messages.
-        zarr_format: 2 or 3.
-        key: returns the key of a chunk or shard by its numbers in the grid.
-        grid: the numbers of rows and columns of chunks or shards.
-        found: the keys that exist, relative to the array. They are taken until one is expected.
-    """
+    """Raise `InputError` if there are chunks, and no key that is found is one that the metadata states."""
     other = ""
     for name in found:
         if _is_key(name, key, grid):
@@ -418,7 +404,7 @@ def check_keys(place: str, zarr_format: int, key: Key, grid: tuple[int, int], fo
         return
     remedy = "correct the metadata, or copy the array again"
     for encoding in _ENCODINGS[2 * (zarr_format == 2) :]:
-        if _is_key(other, partial(encoded, encoding), grid):
+        if _is_key(other, key_of(*encoding), grid):
             remedy = f"if the chunks are right, set {_stated(encoding, zarr_format)}"
             break
     raise InputError(
@@ -448,7 +434,7 @@ def files_in(folder: str | Path, prefix: str = "") -> Iterator[str]:
 
 def keys_of_first(key: Key, exists: Callable[[str], bool]) -> Iterator[str]:
     """Yield the keys under which the first chunk exists, for a store that cannot list its objects."""
-    for name in (key((0, 0)), *(encoded(each, (0, 0)) for each in _ENCODINGS)):
+    for name in (key((0, 0)), *(key_of(*each)((0, 0)) for each in _ENCODINGS)):
         if exists(name):
             yield name
 
