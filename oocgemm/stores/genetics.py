@@ -66,7 +66,7 @@ from oocgemm.stores.files import (
     write_fully,
 )
 from oocgemm.stores.formats import check_found
-from oocgemm.stores.lines import read_block, scratch_bytes
+from oocgemm.stores.lines import StoredLines, read_block, scratch_bytes
 from oocgemm.stores.npy import NpyFiles, NpyMatrix, in_new_file
 
 # What a caller may pass: a text such as "1-22,X", a number, or several of them.
@@ -242,6 +242,7 @@ class BedMatrix(ReadOnly):
         if not block.size:
             return
         first, last = individuals[0] // PER_BYTE, ceil_div(individuals[1], PER_BYTE)
+        stored = StoredLines(_HEADER, self._line, np.dtype(np.uint8))
         with OpenFile(self._path, self._opener) as file:
             if file.size < self._size:
                 raise EOFError(f"the file was truncated from {self._size} bytes to {file.size}")
@@ -249,10 +250,7 @@ class BedMatrix(ReadOnly):
                 raw = np.empty((v1 - v0) * (b1 - b0) + 1, np.uint8)  # the last byte completes a pair
                 raw[-1] = 0
                 lines = raw[:-1].reshape(v1 - v0, b1 - b0)
-                read_block(
-                    *(file, _HEADER, self._line, lines.dtype, (v0, v1), (b0, b1), lines),
-                    past_cache=self._past_cache,
-                )
+                read_block(file, stored, (v0, v1), (b0, b1), lines, past_cache=self._past_cache)
                 decoded = _decoded(raw)[: PER_BYTE * lines.size].reshape(v1 - v0, -1)
                 start, stop = max(individuals[0], PER_BYTE * b0), min(individuals[1], PER_BYTE * b1)
                 np.copyto(

@@ -38,7 +38,7 @@ from oocgemm.stores.files import (
 )
 from oocgemm.stores.formats import MARK
 from oocgemm.stores.hdf5_filters import Pipeline
-from oocgemm.stores.lines import read_part, scratch_bytes
+from oocgemm.stores.lines import StoredLines, read_part, scratch_bytes
 
 # At most this many chunks, chosen at random, are compared. A list that permutes chunks has some in their
 # places, at most half of them.
@@ -360,7 +360,8 @@ class HDF5Chunks:
         part = (left - j * width, right - j * width)
         target = band[:, left - cols[0] : right - cols[0]]
         spans = (lines.start, lines.stop), part
-        read_part(file, start, width, self.dtype, *spans, target, past_cache=self.past_cache)
+        stored = StoredLines(start, width, self.dtype)
+        read_part(file, stored, *spans, target, past_cache=self.past_cache)
 
     def _decode(
         self,

@@ -274,94 +274,97 @@ def scratch_bytes(*, past_cache: bool) -> int:
     return max(SCRATCH_BYTES, DIRECT_BYTES if past_cache else 0)
 
 
+class StoredLines(NamedTuple):
+    """Where the lines of a matrix are in a file, one after another: its rows, or by columns in Fortran order.
+
+    Line 0 begins at the byte `offset`. Each has `count` elements, of a dtype in stored byte order.
+    """
+
+    offset: int
+    count: int
+    dtype: np.dtype[Any]
+
+    @property
+    def stride(self) -> int:
+        """The bytes of a line."""
+        return self.count * self.dtype.itemsize
+
+    def start(self, lines: Range, part: Range) -> int:
+        """Return the byte at which a range of elements begins, in the first of several lines."""
+        return self.offset + lines[0] * self.stride + part[0] * self.dtype.itemsize
+
+
 def read_block(
-    file: OpenFile,
-    offset: int,
-    line: int,
-    dtype: np.dtype[Any],
-    lines: Range,
-    part: Range,
-    out: Array,
-    *,
-    past_cache: bool = False,
+    file: OpenFile, stored: StoredLines, lines: Range, part: Range, out: Array, *, past_cache: bool = False
 ) -> None:
     """Read a block of a matrix from a file: the same range of elements, `part`, from each of several lines.
 
-    A line is a row of the matrix, or a column if the file is in Fortran order. It fills one row of `out`.
-    Line 0 begins at the byte `offset`, and every line has `line` elements. `dtype` has the stored byte order.
-    For `past_cache` see `OpenFile.read`. Raises `EOFError` if the file is too short.
+    A line fills one row of `out`. For `past_cache` see `OpenFile.read`. Raises `EOFError` if the file is too
+    short.
     """
-    start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
+    start, stride, dtype = stored.start(lines, part), stored.stride, stored.dtype
     if out.size == 0:
         return
-    if part == (0, line) and copies_bytes(dtype, out):
+    if part == (0, stored.count) and copies_bytes(dtype, out):
         file.read(start, out, past_cache=past_cache)
     elif stride <= MAX_LINE:
-        _read_with_gaps(file, start, line, dtype, out)
+        _read_with_gaps(file, start, stored, out)
     elif past_cache and _read_past_cache(file, start, stride, dtype, out):
         pass
     elif copies_bytes(dtype, out):
         _read_segments(file, start, stride, out.view(np.uint8))
     else:
         for top, left, piece in _pieces(out):
-            stored = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
-            _read_segments(file, start + top * stride + left * dtype.itemsize, stride, stored.view(np.uint8))
-            np.copyto(piece, stored, casting="equiv")
+            copy = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
+            _read_segments(file, start + top * stride + left * dtype.itemsize, stride, copy.view(np.uint8))
+            np.copyto(piece, copy, casting="equiv")
 
 
 def read_part(
-    file: OpenFile,
-    offset: int,
-    line: int,
-    dtype: np.dtype[Any],
-    lines: Range,
-    part: Range,
-    out: Array,
-    *,
-    past_cache: bool = False,
+    file: OpenFile, stored: StoredLines, lines: Range, part: Range, out: Array, *, past_cache: bool = False
 ) -> None:
     """Read a block of an uncompressed chunk of a file. The arguments are those of `read_block`."""
     # Whole lines that preadv cannot read in place, or only slowly, are copied: preadv cannot transpose or
     # byte-swap elements, and it is slow for lines of fewer than `MIN_SEGMENT` bytes that are not adjacent in
     # `out`. Short lines are copied from scratch memory, which stays in the processor's cache, and others from
     # a memory map.
-    size = line * dtype.itemsize
+    size, dtype = stored.stride, stored.dtype
     in_place = copies_bytes(dtype, out) and (out.flags.c_contiguous or size >= MIN_SEGMENT)
-    if part == (0, line) and not in_place and size < MIN_SEGMENT:
-        _read_with_gaps(file, offset + lines[0] * size, line, dtype, out)
-    elif part == (0, line) and not in_place:
-        stored = file.mapped(offset + lines[0] * size, out.shape[0] * size).view(dtype)
-        np.copyto(out, stored.reshape(out.shape), casting="equiv")
+    if part != (0, stored.count) or in_place:
+        read_block(file, stored, lines, part, out, past_cache=past_cache)
+    elif size < MIN_SEGMENT:
+        _read_with_gaps(file, stored.start(lines, part), stored, out)
     else:
-        read_block(file, offset, line, dtype, lines, part, out, past_cache=past_cache)
+        mapped = file.mapped(stored.start(lines, part), out.shape[0] * size).view(dtype)
+        np.copyto(out, mapped.reshape(out.shape), casting="equiv")
 
 
-def write_block(
-    descriptor: int, offset: int, line: int, dtype: np.dtype[Any], lines: Range, part: Range, data: Array
-) -> None:
+def write_block(descriptor: int, stored: StoredLines, lines: Range, part: Range, data: Array) -> None:
     """Write a block of a matrix to an open file. The arguments are those of `read_block`."""
-    start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
+    start, stride, dtype = stored.start(lines, part), stored.stride, stored.dtype
     if data.size == 0:
         return
     if copies_bytes(dtype, data):
         _write_segments(descriptor, start, stride, data)
         return
     for top, left, piece in _pieces(data):
-        stored = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
-        np.copyto(stored, piece, casting="equiv")
-        _write_segments(descriptor, start + top * stride + left * dtype.itemsize, stride, stored)
+        copy = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
+        np.copyto(copy, piece, casting="equiv")
+        _write_segments(descriptor, start + top * stride + left * dtype.itemsize, stride, copy)
 
 
-def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill `out` from short lines, of `line` elements from the byte `start` on, by large reads."""
-    stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
+def _read_with_gaps(file: OpenFile, start: int, stored: StoredLines, out: Array) -> None:
+    """Fill `out` from short lines, from the byte `start` on, by large reads."""
+    stride, dtype = stored.stride, stored.dtype
+    height = max(1, SCRATCH_BYTES // stride)
     for top in range(0, len(out), height):
         block = out[top : top + height]
         # The last line is filled up to the end of `block` only: the file may end there.
-        stored = scratch(len(block) * stride)
+        memory = scratch(len(block) * stride)
         size = (len(block) - 1) * stride + block.shape[1] * dtype.itemsize
-        read_fully(file.descriptor, stored[:size], start + top * stride)
-        np.copyto(block, stored.view(dtype).reshape(len(block), line)[:, : block.shape[1]], casting="equiv")
+        read_fully(file.descriptor, memory[:size], start + top * stride)
+        lines = memory.view(dtype).reshape(len(block), stored.count)
+        np.copyto(block, lines[:, : block.shape[1]], casting="equiv")
 
 
 def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None:

@@ -52,6 +52,7 @@ from oocgemm.stores.files import (
 )
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import (
+    StoredLines,
     read_block,
     scratch_bytes,
     write_block,
@@ -145,17 +146,15 @@ class NpyMatrix:
         self._path = path
         self._place = place
         self._redirected: Path | None = None
-        self._offset = offset
-        self._stored = dtype
+        self._stored = StoredLines(offset, self.shape[0 if by_columns else 1], dtype)
         self._by_columns = by_columns
-        self._line = self.shape[0 if by_columns else 1]
         self._size = offset + prod(shape) * dtype.itemsize
         self._past_cache = not worth_caching(self._size)
         self._opener = Opener()
         self._file = self._cached()
         self.layout: Layout = Lines(
             contiguous=0 if by_columns else 1,
-            line=self._line,
+            line=self._stored.count,
             itemsize=self.dtype.itemsize,
             scratch_bytes=scratch_bytes(past_cache=self._past_cache),
             # Blocks are read piece by piece, and pieces consist of rows.
@@ -171,11 +170,12 @@ class NpyMatrix:
 
     def _cached(self) -> CachedChunks | None:
         """Return the file as one chunk for compiled code, if the page cache seems to contain it."""
-        offsets = range(self._offset, self._size, max(1, self._size // SAMPLES))
-        if not (self._stored.isnative and offsets and in_page_cache(self._path, offsets)):
+        offsets = range(self._stored.offset, self._size, max(1, self._size // SAMPLES))
+        if not (self._stored.dtype.isnative and offsets and in_page_cache(self._path, offsets)):
             return None
-        chunk = self.shape[1 if self._by_columns else 0], self._line
-        return CachedChunks(self._path, None, chunk, self._stored.itemsize, self._size, offset=self._offset)
+        offset, count, dtype = self._stored
+        chunk = self.shape[1 if self._by_columns else 0], count
+        return CachedChunks(self._path, None, chunk, dtype.itemsize, self._size, offset=offset)
 
     def memory(self) -> None:
         """Return None: the elements are in a file."""
@@ -189,7 +189,7 @@ class NpyMatrix:
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         lines, part, block = self._oriented(rows, cols, out)
         # On few cores, a mapping is faster for whole lines.
-        mapped = part == (0, self._line) and out.nbytes >= MIN_DIRECT and not many_cores()
+        mapped = part == (0, self._stored.count) and out.nbytes >= MIN_DIRECT and not many_cores()
         if self._file and not mapped and self._file.read(lines, part, block) == []:
             return
         self._read_back(rows, cols, out, past_cache=self._past_cache)
@@ -204,8 +204,7 @@ class NpyMatrix:
         descriptor = open_regular(self._path, os.O_WRONLY)
         try:
             self._check_length(os.fstat(descriptor).st_size)
-            lines, part, block = self._oriented(rows, cols, data)
-            write_block(descriptor, self._offset, self._line, self._stored, lines, part, block)
+            write_block(descriptor, self._stored, *self._oriented(rows, cols, data))
         finally:
             os.close(descriptor)
 
@@ -283,11 +282,11 @@ class NpyMatrix:
         block = self._oriented(rows, cols, out)
         with OpenFile(self._path, self._opener) as file:
             self._check_length(file.size)
-            read_block(file, self._offset, self._line, self._stored, *block, past_cache=past_cache)
+            read_block(file, self._stored, *block, past_cache=past_cache)
 
     def fingerprint(self) -> dict[str, object]:
         order = "columns" if self._by_columns else "rows"
-        metadata = f"{self.shape} {self._stored.str} by {order}"
+        metadata = f"{self.shape} {self._stored.dtype.str} by {order}"
         return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}
 
     def describe(self) -> dict[str, object]:

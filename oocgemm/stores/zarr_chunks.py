@@ -60,6 +60,7 @@ from oocgemm.stores.lines import (
     MAX_READS,
     SCRATCH_BYTES,
     FilePart,
+    StoredLines,
     copies_bytes,
     read_part,
     read_parts,
@@ -422,7 +423,8 @@ class DirectChunks(StoredChunks):
             past_cache = not ((number, start) in self._seen and self.worth_caching)
             self._seen.add((number, start))
         spans = (lines.start, lines.stop), (part.start, part.stop)
-        read_part(file, offset, line, encoding.dtype, *spans, block, past_cache=past_cache)
+        stored = StoredLines(offset, line, encoding.dtype)
+        read_part(file, stored, *spans, block, past_cache=past_cache)
 
     def _decode(
         self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array
