@@ -277,17 +277,17 @@ def scratch_bytes(*, past_cache: bool) -> int:
 class StoredLines(NamedTuple):
     """Where the lines of a matrix are in a file, one after another: its rows, or by columns in Fortran order.
 
-    Line 0 begins at the byte `offset`. Each has `count` elements, of a dtype in stored byte order.
+    Line 0 begins at the byte `offset`. Each has as many `elements`, of a dtype in stored byte order.
     """
 
     offset: int
-    count: int
+    elements: int
     dtype: np.dtype[Any]
 
     @property
     def stride(self) -> int:
         """The bytes of a line."""
-        return self.count * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
     def start(self, lines: Range, part: Range) -> int:
         """Return the byte at which a range of elements begins, in the first of several lines."""
@@ -305,7 +305,7 @@ def read_block(
     start, stride, dtype = stored.start(lines, part), stored.stride, stored.dtype
     if out.size == 0:
         return
-    if part == (0, stored.count) and copies_bytes(dtype, out):
+    if part == (0, stored.elements) and copies_bytes(dtype, out):
         file.read(start, out, past_cache=past_cache)
     elif stride <= MAX_LINE:
         _read_with_gaps(file, start, stored, out)
@@ -330,7 +330,7 @@ def read_part(
     # a memory map.
     size, dtype = stored.stride, stored.dtype
     in_place = copies_bytes(dtype, out) and (out.flags.c_contiguous or size >= MIN_SEGMENT)
-    if part != (0, stored.count) or in_place:
+    if part != (0, stored.elements) or in_place:
         read_block(file, stored, lines, part, out, past_cache=past_cache)
     elif size < MIN_SEGMENT:
         _read_with_gaps(file, stored.start(lines, part), stored, out)
@@ -363,7 +363,7 @@ def _read_with_gaps(file: OpenFile, start: int, stored: StoredLines, out: Array)
         memory = scratch(len(block) * stride)
         size = (len(block) - 1) * stride + block.shape[1] * dtype.itemsize
         read_fully(file.descriptor, memory[:size], start + top * stride)
-        lines = memory.view(dtype).reshape(len(block), stored.count)
+        lines = memory.view(dtype).reshape(len(block), stored.elements)
         np.copyto(block, lines[:, : block.shape[1]], casting="equiv")
 
 

@@ -154,7 +154,7 @@ class NpyMatrix:
         self._file = self._cached()
         self.layout: Layout = Lines(
             contiguous=0 if by_columns else 1,
-            line=self._stored.count,
+            line=self._stored.elements,
             itemsize=self.dtype.itemsize,
             scratch_bytes=scratch_bytes(past_cache=self._past_cache),
             # Blocks are read piece by piece, and pieces consist of rows.
@@ -189,7 +189,7 @@ class NpyMatrix:
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         lines, part, block = self._oriented(rows, cols, out)
         # On few cores, a mapping is faster for whole lines.
-        mapped = part == (0, self._stored.count) and out.nbytes >= MIN_DIRECT and not many_cores()
+        mapped = part == (0, self._stored.elements) and out.nbytes >= MIN_DIRECT and not many_cores()
         if self._file and not mapped and self._file.read(lines, part, block) == []:
             return
         self._read_back(rows, cols, out, past_cache=self._past_cache)
