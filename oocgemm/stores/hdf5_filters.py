@@ -3,19 +3,16 @@
 Supported are the filters below: at most one compressor, shuffle at most once and before it, and any number of
 checksums (fletcher32). Datasets with other filters are read by h5py.
 
-The filters shuffle, LZ4 and bitshuffle are undone with the decoder of blosc, which is vectorized. blosc data
-is a *frame*: a header of 16 bytes, the position of each block, and then the blocks. A block is the size of
-its compressed data, and this data. A size that equals the size of the decoded block means that the block is
-not compressed. The format is that of c-blosc, README_CHUNK_FORMAT.rst.
-
-The filters LZ4 and bitshuffle store the same blocks without positions, and with sizes in big-endian order. So
-their data becomes a frame by adding a header and positions. The data of the filter shuffle becomes frames of
-blocks that are shuffled but not compressed. The decoder releases the GIL.
+The filters shuffle, LZ4 and bitshuffle are undone with the decoder of blosc, which is vectorized, and
+releases the GIL. It decodes frames (`oocgemm.stores.codecs`). LZ4 and bitshuffle store the same blocks
+without positions, and with sizes in big-endian order. So their data becomes a frame by adding a header and
+positions.
+The data of the filter shuffle becomes frames of blocks that are shuffled but not compressed.
 """
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numcodecs import blosc, lz4, zstd
@@ -126,9 +123,6 @@ def _decompressed(data: Array, compressor: int) -> Array:
     return np.frombuffer(found, np.uint8)
 
 
-# Undoes a filter: takes the stored bytes, the destination, and scratch memory. Returns the destination, or
-# new memory of its size.
-Undo = Callable[[Array, Array, Array], Array]
 # The registered numbers of the supported filters, and their names in messages.
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 BLOSC, LZ4, BITSHUFFLE, ZSTD = 32001, 32004, 32008, 32015
@@ -148,6 +142,7 @@ _OF_BITSHUFFLE = {2: LZ4_BLOCKS, 3: ZSTD_BLOCKS}
 # The compressors of blosc, by their numbers in its parameters. numcodecs is usually built without snappy.
 _OF_BLOSC = "blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"
 CHECKSUM_BYTES = 4
+_ZSTD = zstd.Zstd()
 # In the header of blosc data: decoded size, size of a block, and size of the data, in bytes.
 _BLOSC = struct.Struct("<3I")
 # Larger chunks do not fit the 32-bit sizes of blosc's
@@ -172,7 +167,6 @@ class Pipeline:
 
     filters: tuple[Filter, ...]
     size: int
-    _known: dict[int, list[tuple[Undo | None, int, int]]] = field(default_factory=dict, compare=False)
 
     @property
     def supported(self) -> bool:
@@ -216,34 +210,19 @@ class Pipeline:
     def decode(self, stored: Array, mask: int, out: Array, memory: Array) -> None:
         """Fill `out` with a chunk. Bit i of `mask`: filter i was not applied. Raises `ValueError`."""
         rest, data = memory[2 * self._room :], stored
-        for undo, size, place in self._steps(mask):
-            if undo is None:
+        steps, parts = [each for i, each in enumerate(self.filters) if not mask >> i & 1], [0, 1]
+        while steps:
+            step = steps.pop()
+            if step.number == FLETCHER32:
                 data = checked_content(data)
                 continue
-            target = out if place < 0 else memory[place * self._room :][:size]
-            data = undo(data, target, rest)
+            size = self.size + CHECKSUM_BYTES * sum(each.number == FLETCHER32 for each in steps)
+            target = memory[parts.pop() * self._room :][:size] if steps else out
+            data = _undone(step, data, target, rest)
         if data is not out:
             if data.nbytes != self.size:
                 raise ValueError(f"{data.nbytes} bytes instead of {self.size}")
             out[:] = data
-
-    def _steps(self, mask: int) -> list[tuple[Undo | None, int, int]]:
-        """Return what undoes the filters of a chunk, the last one first.
-
-        Each step is the function, the bytes that it returns, and the number of its part of the scratch
-        memory, -1 for the destination. The function is None for a checksum.
-        """
-        found = self._known.get(mask)
-        if found is None:
-            found = self._known[mask] = []
-            steps = [each for i, each in enumerate(self.filters) if not mask >> i & 1]
-            parts = [0, 1]
-            while steps:
-                step = steps.pop()
-                size = self.size + CHECKSUM_BYTES * sum(each.number == FLETCHER32 for each in steps)
-                place = -1 if not steps else 0 if step.number == FLETCHER32 else parts.pop()
-                found.append((_undo(step), size, place))
-        return found
 
 
 def pipeline(filters: Sequence[tuple[int, tuple[int, ...], bytes]], size: int) -> Pipeline:
@@ -294,53 +273,29 @@ def fletcher32(content: Array) -> tuple[int, int]:
     return low % 0xFFFF, high % 0xFFFF
 
 
-def _undo(step: Filter) -> Undo | None:
-    """Return the function that undoes a filter; None for fletcher32, which has no destination."""
-    match step.number:
-        case 1:
-            return _inflate
-        case 2:
-            itemsize = _itemsize(step)
-            return lambda data, out, memory: _unshuffle(data, itemsize, out, memory)
-        case 3:
-            return None
-        case 32001:
-            return _decode_blosc
-        case 32015:
-            compressor = zstd.Zstd()
-
-            def decompress(data: Array, out: Array, memory: Array) -> Array:
-                decompress_into(compressor, data, out)
-                return out
-
-            return decompress
-        case _:
-            kind, itemsize = LZ4_BLOCKS, 0
-            if step.number == BITSHUFFLE:
-                kind, itemsize = _bit_compressor(step), _itemsize(step)
-
-            def decode(data: Array, out: Array, memory: Array) -> Array:
-                decode_blocks(data, kind, itemsize, out, memory)
-                return out
-
-            return decode
-
-
-def _inflate(data: Array, out: Array, memory: Array) -> Array:
-    found = inflate(data, ZLIB, out.nbytes)
-    if len(found) != out.nbytes:
-        raise ValueError(f"{len(found)} bytes instead of {out.nbytes}")
-    return np.frombuffer(found, np.uint8)
-
-
-def _unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> Array:
-    if data.nbytes != out.nbytes:
-        raise ValueError(f"{data.nbytes} bytes instead of {out.nbytes}")
-    unshuffle(data, itemsize, out, memory)
+def _undone(step: Filter, data: Array, out: Array, memory: Array) -> Array:
+    """Undo a filter, using scratch memory. Return `out`, or new memory of its size."""
+    if step.number == DEFLATE:
+        found = inflate(data, ZLIB, out.nbytes)
+        if len(found) != out.nbytes:
+            raise ValueError(f"{len(found)} bytes instead of {out.nbytes}")
+        return np.frombuffer(found, np.uint8)
+    if step.number == SHUFFLE:
+        if data.nbytes != out.nbytes:
+            raise ValueError(f"{data.nbytes} bytes instead of {out.nbytes}")
+        unshuffle(data, _itemsize(step), out, memory)
+    elif step.number == BLOSC:
+        _decode_blosc(data, out)
+    elif step.number == ZSTD:
+        decompress_into(_ZSTD, data, out)
+    elif step.number == BITSHUFFLE:
+        decode_blocks(data, _bit_compressor(step), _itemsize(step), out, memory)
+    else:
+        decode_blocks(data, LZ4_BLOCKS, 0, out, memory)
     return out
 
 
-def _decode_blosc(data: Array, out: Array, memory: Array) -> Array:
+def _decode_blosc(data: Array, out: Array) -> None:
     # The decoder does not know where `data` ends.
     if data.nbytes < 16:
         raise ValueError(f"blosc data of {data.nbytes} bytes is truncated")
@@ -348,7 +303,6 @@ def _decode_blosc(data: Array, out: Array, memory: Array) -> Array:
     if size != out.nbytes or stored > data.nbytes:
         raise ValueError(f"blosc data of {stored} bytes for {size}, where {data.nbytes} and {out.nbytes} are")
     blosc.decompress(data, out)
-    return out
 
 
 def _itemsize(step: Filter) -> int:
