@@ -226,7 +226,6 @@ class Codec(NamedTuple):
 
     @classmethod
     def of(cls, decoded: str, itemsize: int) -> "Codec":
-        """Return the codec that `oocgemm.planning.Layout.decoded` names."""
         return cls(decoded.removeprefix("blosc-"), decoded.startswith("blosc-"), itemsize)
 
 
@@ -568,12 +567,10 @@ def checked_content(stored: Array) -> Array:
 
 
 def _checksum(content: Array) -> bytes:
-    """Return the CRC (crc32c) of an array of bytes as four bytes, in little-endian order."""
     return _extend(content).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _extend(content: Array) -> int:
-    """Return the CRC of a contiguous array of bytes as a number."""
     if (function := _without_gil()) is not None:
         found: int = function(0, content.ctypes.data, content.nbytes)
         return found

@@ -99,7 +99,6 @@ def of_hdf5(dataset: Any) -> Declared:
 
 
 def of_object(source: Any, dtype: np.dtype[Any]) -> Declared:  # noqa: PLR0911 - one per package
-    """Return what an array of another package declares, such as one of h5py, xarray, dask or tensorstore."""
     kind = package(source)
     if kind == "dask":
         return _of_dask(source, dtype)
@@ -174,7 +173,6 @@ def _origins(layer: Any) -> Iterator[Any]:
 
 
 def _of_tensorstore(source: Any, dtype: np.dtype[Any]) -> Declared:
-    """Return what a zarr array declares that tensorstore has opened."""
     with suppress(Exception):  # tensorstore raises exceptions of many types, for other drivers too
         stated = source.spec().to_json()
         metadata, fill = stated["metadata"], None
@@ -216,7 +214,6 @@ def refuse_packed(place: str, found: Declared) -> None:
 
 
 def place_of(matrix: Matrix) -> str:
-    """Return the name of an operand with its path, for messages."""
     path = matrix.describe()["path"]
     return matrix.name if path is None else f"{matrix.name}: {str(path).removeprefix('file://')}"
 
@@ -261,7 +258,6 @@ class CompleteMatrix(View):
 
 
 def _value(attributes: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an attribute; None if there is none, or if it cannot be read."""
     with suppress(Exception):  # h5py raises exceptions of many types
         return attributes[name]
     return None

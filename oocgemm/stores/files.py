@@ -97,7 +97,6 @@ def check_regular(path: str | Path) -> None:
 
 
 def read_regular(path: str | Path) -> bytes:
-    """Return the content of a regular file. Raises `OSError`."""
     with open(path, "rb", opener=open_regular) as file:
         return file.read()
 
@@ -139,7 +138,6 @@ class Opener:
 
     @staticmethod
     def close(descriptor: int) -> None:
-        """Close a file."""
         (_library or os).close(descriptor)
 
 
@@ -201,7 +199,6 @@ class _Status(ctypes.Structure):
 
 
 def _c_library() -> Any:
-    """Return the C library, whose functions keep the GIL; None if the system has no such library."""
     try:
         found = ctypes.PyDLL(None, use_errno=True)
         found.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -365,7 +362,6 @@ class OpenFile:
 
 
 def many_cores() -> bool:
-    """Return whether the process may use more than `MAPPING_CORES` cores."""
     return len(os.sched_getaffinity(0)) > MAPPING_CORES
 
 

@@ -157,23 +157,19 @@ class OperandFacts:
 
     @property
     def is_supported(self) -> bool:
-        """Whether its dtype can be multiplied."""
         return dtype_name(self.dtype) in OPERANDS
 
     @property
     def is_numeric(self) -> bool:
-        """Whether its elements are numbers."""
         return self.is_supported or self.dtype.kind in "biufc"
 
     @property
     def not_numeric(self) -> str:
-        """The remedy if they are not."""
         if self.dtype.name == "void16":  # the dtype that np.load returns for saved bfloat16 elements
             return "if it was bfloat16, restore that with .view(ml_dtypes.bfloat16)"
         return "its elements are not numbers"
 
     def converted(self, dtype: str) -> str:
-        """Return the remedy that converts it to a dtype."""
         return conversion(self.name, self.store, self.path, dtype, self.missing)
 
 
@@ -317,5 +313,4 @@ def _first_array(path: str) -> str:
 
 
 def python_command(code: str) -> str:
-    """Return the shell command that runs a line of Python."""
     return f"python -c {shlex.quote(code)}"

@@ -75,7 +75,6 @@ class Index:
 
     @property
     def cells(self) -> int:
-        """The number of chunks of the grid, stored or not."""
         return self.grid[0] * self.grid[1]
 
     @property
@@ -91,11 +90,9 @@ class Index:
 
     @property
     def max_stored(self) -> int:
-        """The size of the largest stored chunk, in bytes."""
         return int(self.sizes.max(initial=0))
 
     def place(self, at: int) -> tuple[int, int]:
-        """Return the row and column in the grid of the stored chunk `at`."""
         i, j = divmod(int(self.numbers[at]), self.grid[1])
         return i, j
 

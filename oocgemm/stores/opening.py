@@ -51,7 +51,6 @@ GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLi
 
 
 def stores() -> Iterator[Store]:
-    """Yield all stores in the order in which they are tried."""
     yield from SPECIFIC
     yield from installed()
     yield from GENERAL
@@ -204,7 +203,6 @@ def located(name: str, source: Any) -> Any:
 
 
 def exists(path: str) -> bool:
-    """Return whether a file or array exists at a path or URL."""
     return store_of(path).exists(path)
 
 

@@ -86,12 +86,10 @@ class Transform:
 
     @property
     def imputes_mean(self) -> bool:
-        """Whether missing elements are replaced by means."""
         return self.missing is not None and isinstance(self.impute, str) and self.impute == "mean"
 
     @property
     def raises(self) -> bool:
-        """Whether missing elements are refused."""
         return self.missing is not None and isinstance(self.impute, str) and self.impute == "raise"
 
     @property
@@ -202,7 +200,6 @@ def _shown(value: Any) -> str:
 
 
 def _limits(given: Any) -> tuple[float, float]:
-    """Return the two limits of `clip`. Raises `InputError` if they are none."""
     try:
         low, high = map(float, given)
     except (TypeError, ValueError):

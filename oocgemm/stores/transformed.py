@@ -100,7 +100,6 @@ class ElementView(View):
         self.layout = found.computed(piece + temporary_bytes, resident_bytes)
 
     def _results_in(self, dtype: np.dtype[Any]) -> None:
-        """Set the dtype of the elements, here and in the layout."""
         self.dtype, self.layout = dtype, replace(self.layout, itemsize=dtype.itemsize)
 
     def describe(self) -> dict[str, object]:
@@ -179,7 +178,6 @@ class SteppedMatrix(ElementView):
 
     @property
     def is_known(self) -> bool:
-        """Whether the numbers are known, so that elements can be read."""
         return self.numbers is not None
 
     def number(self, kind: str) -> Numbers:

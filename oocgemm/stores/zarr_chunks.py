@@ -117,7 +117,6 @@ class Shards:
 
     @property
     def index_bytes(self) -> int:
-        """The size of the index in the file, in bytes, with its CRC if it has one."""
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
@@ -221,7 +220,6 @@ class DirectChunks(StoredChunks):
 
     @property
     def _file_extents(self) -> tuple[int, int]:
-        """The extents of a file: those of a chunk or of a shard."""
         across = self.shards.chunks if self.shards else (1, 1)
         return self.chunk[0] * across[0], self.chunk[1] * across[1]
 

@@ -159,7 +159,6 @@ class ZarrMatrix:
 
     @property
     def _grid(self) -> tuple[int, int]:
-        """The rows and columns of chunks or shards."""
         chunk = self.layout.writing.chunk
         return ceil_div(self.shape[0], chunk[0]), ceil_div(self.shape[1], chunk[1])
 
@@ -173,7 +172,6 @@ class ZarrMatrix:
 
     @property
     def array(self) -> Any:
-        """The array as zarr opens it."""
         if self._array is None:
             import zarr
 
@@ -355,12 +353,10 @@ class ZarrMatrix:
 
     @property
     def folder(self) -> Path:
-        """The folder of the array, which must be local."""
         assert self._metadata.folder is not None
         return self._metadata.folder
 
     def _names(self, rows: Range, cols: Range) -> list[str]:
-        """Return the paths, within the array's folder, of the files (chunks or shards) of a block."""
         blocks = cut((rows, cols), self.layout.writing.chunk)
         return [self._metadata.key(number) for number, _ in blocks]
 
@@ -546,7 +542,6 @@ def _without_zarr(path: str) -> Metadata | None:
 
 
 def check_compressor(name: str) -> None:
-    """Raise `InputError` for a name that is not in `COMPRESSORS`."""
     if name not in COMPRESSORS:
         raise InputError(f"unknown compressor {name!r}: choose one of {', '.join(COMPRESSORS)}")
 

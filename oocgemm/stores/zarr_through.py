@@ -120,7 +120,6 @@ async def _next(listed: AsyncIterator[str]) -> str | None:
 
 
 def metadata_of(array: "zarr.Array[Any]") -> Metadata:
-    """Return the metadata of an array that zarr opened."""
     metadata = array.metadata
     stated = dict(metadata.to_dict())
     attributes: Any = stated.pop("attributes", {})
@@ -269,7 +268,6 @@ def _check_endian(name: str, array: "zarr.Array[Any]") -> None:
 
 
 def create_zarr(new: NewArray) -> ZarrMatrix:
-    """Create a zarr array. Raises `InputError` if that fails."""
     try:
         array = new_array(new.path, new)
     except Exception as error:
