@@ -6,7 +6,8 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter_ns, time
@@ -81,10 +82,8 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
             "k_slices": 1 + max((part.k_slice for part in parts), default=0),
         }
         job = replace(job, output=replace(job.output, noted=noted))
-        folder = Path(temporary)
-        return _run(
-            job, parts, engine, crew, survey, found, findings, known, folder, origin, progress, cancel
-        )
+        run = _Run(job, engine, crew, survey, found, findings, known, Path(temporary), origin)
+        return run.complete(parts, progress, cancel)
 
 
 def crew_of(request: Request) -> Crew:
@@ -192,100 +191,100 @@ def _plan(
     return job, parts
 
 
-def _run(
-    job: PreparedRun,
-    parts: tuple[Part, ...],
-    engine: Backend,
-    crew: Crew,
-    survey: Survey,
-    found: dict[str, WorkerFacts],
-    findings: Findings,
-    known: dict[str, Any],
-    folder: Path,
-    origin: int,
-    progress: Progress | None,
-    cancel: Cancel,
-) -> Result:
-    """Compute all tiles of a job that are not done, and complete C. `folder` is temporary."""
-    plan = job.plan
-    with disk_errors(), output.open_target(job) as target:
-        log = recorder(job, target.matrix, known)
-        results: list[dict[str, Any]] = []
-        logs: list[WorkerLog] = []
+@dataclass
+class _Run:
+    """A planned run, and the workers that take part. `folder` is temporary, and `known` is for the log."""
+
+    job: PreparedRun
+    engine: Backend
+    crew: Crew
+    survey: Survey
+    found: dict[str, WorkerFacts]
+    findings: Findings
+    known: dict[str, Any]
+    folder: Path
+    origin: int
+    results: list[dict[str, Any]] = field(default_factory=list)
+    logs: list[WorkerLog] = field(default_factory=list)
+
+    def complete(self, parts: tuple[Part, ...], progress: Progress | None, cancel: Cancel) -> Result:
+        """Compute all tiles of parts that are not done, and complete C."""
+        job, plan = self.job, self.job.plan
         facts: dict[str, Any] = {"checks": None, "retried": []}
-
-        def compute(job: PreparedRun, target: output.Target, parts: tuple[Part, ...]) -> None:
-            """Compute all tiles of parts that are not done."""
-            sidecar, header = folder / "states", output.header_of(job)
-            result: SharedResult = States(target.matrix)
-            if isinstance(target, output.Journaled):
-                assert job.output.earlier is not None
-                sidecar, header = job.output.earlier.local, target.header
-                result = RedoFiles(target, job.plan.grid)
-            sidecar.mkdir(exist_ok=True)
-            coordinator = Coordinator(
-                job,
-                header,
-                sidecar,
-                result,
-                parts,
-                crew,
-                survey,
-                found,
-                _given(job, findings),
-                _observer(job, progress, origin),
-            )
+        compute = partial(self.compute, progress=progress, cancel=cancel)
+        with disk_errors(), output.open_target(job) as target:
+            log = recorder(job, target.matrix, self.known)
             try:
-                coordinator.run(cancel)
+                try:
+                    if plan.tiles.count:
+                        logger.info("%d workers, %d parts, tile %s", len(self.found), len(parts), plan.tile)
+                        if job.output.noted["k_slices"] == 1:
+                            compute(job, target, parts)
+                        else:
+                            self.add_products(target, parts, compute, cancel)
+                    if isinstance(target.matrix, Merging):
+                        target.matrix = target.matrix.merged()
+                    conclude(job, target.matrix, facts, self.origin, cancel)
+                    target.seal()
+                    wall = perf_counter_ns() - self.origin
+                finally:
+                    merged = merge(log, self.logs)
+                held = {
+                    x: max((one["held"][x] for one in self.results), default=0) for x in ("device", "host")
+                }
+                log.finish(wall, _together(merged, facts) | {"held": held})
             finally:
-                results.extend(coordinator.results)
-                logs.extend(_moved(coordinator.logs, folder, len(logs)))
+                log.close()
+        logger.info("C is done in %s", format_time(log.wall / 1e9))
+        return Result(target.matrix, plan, log)
 
+    def compute(
+        self,
+        job: PreparedRun,
+        target: output.Target,
+        parts: tuple[Part, ...],
+        *,
+        progress: Progress | None,
+        cancel: Cancel,
+    ) -> None:
+        """Compute all tiles of parts of a job that are not done."""
+        sidecar, header = self.folder / "states", output.header_of(job)
+        result: SharedResult = States(target.matrix)
+        if isinstance(target, output.Journaled):
+            assert job.output.earlier is not None
+            sidecar, header = job.output.earlier.local, target.header
+            result = RedoFiles(target, job.plan.grid)
+        sidecar.mkdir(exist_ok=True)
+        budgets = job.plan.budgets
+        request = job.request.with_options(
+            memory=None, device_memory=budgets.device, host_memory=budgets.host
+        )
+        given, finished = Given.of(request, self.findings), _observer(job, progress, self.origin)
+        workers = self.crew, self.survey, self.found
+        coordinator = Coordinator(job, header, sidecar, result, parts, *workers, given, finished)
         try:
-            try:
-                if plan.tiles.count:
-                    logger.info("%d workers, %d parts, tile %s", len(found), len(parts), plan.tile)
-                    if job.output.noted["k_slices"] == 1:
-                        compute(job, target, parts)
-                    else:
-                        logs.append(_sum_log(str(folder / "sum"), len(parts)))
-                        _add_products(job, target, engine, parts, compute, known, folder / "sum", cancel)
-                if isinstance(target.matrix, Merging):
-                    target.matrix = target.matrix.merged()
-                conclude(job, target.matrix, facts, origin, cancel)
-                target.seal()
-                wall = perf_counter_ns() - origin
-            finally:
-                merged = merge(log, logs)
-            held = {x: max((one["held"][x] for one in results), default=0) for x in ("device", "host")}
-            log.finish(wall, _together(merged, facts) | {"held": held})
+            coordinator.run(cancel)
         finally:
-            log.close()
-    logger.info("C is done in %s", format_time(log.wall / 1e9))
-    return Result(target.matrix, plan, log)
+            self.results.extend(coordinator.results)
+            self.logs.extend(_moved(coordinator.logs, self.folder, len(self.logs)))
 
-
-def _add_products(
-    job: PreparedRun,
-    target: output.Target,
-    engine: Backend,
-    parts: tuple[Part, ...],
-    compute: Compute,
-    known: dict[str, Any],
-    path: Path,
-    cancel: Cancel,
-) -> None:
-    """Compute the partial products of all slices of k, and add them. The sum has a log of its own."""
-    products, slicing = partial_products(job, engine, parts, compute)
-    adding = recorder(
-        replace(job, request=replace(job.request, timeline=str(path))),
-        target.matrix,
-        known | {"started": time(), "task": "reduce"},
-    )
-    begun = perf_counter_ns()
-    with closing(adding):
-        add_slices(products, slicing, job.plan, target, adding, begun, cancel)
-        adding.finish(perf_counter_ns() - begun, {})
+    def add_products(
+        self, target: output.Target, parts: tuple[Part, ...], compute: Compute, cancel: Cancel
+    ) -> None:
+        """Compute the partial products of all slices of k, and add them. The sum has a log of its own."""
+        path, host = str(self.folder / "sum"), socket.gethostname()
+        # The process that adds them is the coordinator.
+        self.logs.append(WorkerLog("coordinator", host, "host", 0, 0, path, len(parts), 1, lost=False))
+        products, slicing = partial_products(self.job, self.engine, parts, compute)
+        adding = recorder(
+            replace(self.job, request=replace(self.job.request, timeline=path)),
+            target.matrix,
+            self.known | {"started": time(), "task": "reduce"},
+        )
+        begun = perf_counter_ns()
+        with closing(adding):
+            add_slices(products, slicing, self.job.plan, target, adding, begun, cancel)
+            adding.finish(perf_counter_ns() - begun, {})
 
 
 def _moved(logs: Iterable[WorkerLog], folder: Path, first: int) -> list[WorkerLog]:
@@ -300,11 +299,6 @@ def _moved(logs: Iterable[WorkerLog], folder: Path, first: int) -> list[WorkerLo
             shutil.move(log.path, path)
         moved.append(replace(log, path=str(path)))
     return moved
-
-
-def _sum_log(path: str, part: int) -> WorkerLog:
-    """Describe the log of the sum of partial products. The process that adds them is the coordinator."""
-    return WorkerLog("coordinator", socket.gethostname(), "host", 0, 0, path, part, 1, lost=False)
 
 
 def _together(merged: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -332,10 +326,3 @@ def _observer(job: PreparedRun, progress: Progress | None, origin: int) -> Calla
             observe(Span(0, *place, tile, 0, now, now, plan.tile_bytes(tile), flops))
 
     return finished
-
-
-def _given(job: PreparedRun, findings: Findings) -> Given:
-    """Return what workers need for any part."""
-    budgets = job.plan.budgets
-    request = job.request.with_options(memory=None, device_memory=budgets.device, host_memory=budgets.host)
-    return Given.of(request, findings)
