@@ -15,6 +15,7 @@ from tests.support.clusters import (
 )
 from tests.support.command import command, contents
 from tests.support.small_runs import multiply, prepare
+from tests.support.staying import Stay
 
 
 @pytest.fixture
@@ -47,40 +48,42 @@ class Edited(Executor):
 GPU = {"backend": "cuda", "kernel": "cublas", "library": "H200, CUDA 13000"}
 
 
-@pytest.mark.parametrize(
-    ("edits", "error", "message"),
-    [
-        (
-            [{"version": "0.0.9"}],
-            oocgemm.InputError,
-            r"worker 1 on \S+ has oocgemm 0.0.9, .* install the same",
-        ),
-        (
-            [{"sees": None}],
-            oocgemm.InputError,
-            r"worker 1 on \S+ does not see \S+, where C would be: give paths",
-        ),
-        (
-            [{}, GPU],
-            oocgemm.InputError,
-            r"worker 1 .* multiplies by host .*, worker 2 .* by cuda .*use workers",
-        ),
-        ([{}, {"available": 1 << 20}], oocgemm.BudgetError, "worker gets 1/2 of the host memory"),
-        (
-            [{"error": "BackendError", "message": "no NVIDIA device is visible", "fatal": False}],
-            oocgemm.BackendError,
-            r"worker 1 on \S+: no NVIDIA device is visible",
-        ),
-    ],
-    ids=["version", "path", "arithmetic", "memory", "device"],
-)
+# What probes answer instead, the error, and its text.
+UNFIT: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {
+    "version": (
+        [{"version": "0.0.9"}],
+        oocgemm.InputError,
+        r"worker 1 on \S+ has oocgemm 0.0.9, .* install the same",
+    ),
+    "path": (
+        [{"sees": None}],
+        oocgemm.InputError,
+        r"worker 1 on \S+ does not see \S+, where C would be: give paths",
+    ),
+    "arithmetic": (
+        [{}, GPU],
+        oocgemm.InputError,
+        r"worker 1 .* multiplies by host .*, worker 2 .* by cuda .*use workers",
+    ),
+    "memory": ([{}, {"available": 1 << 20}], oocgemm.BudgetError, "worker gets 1/2 of the host memory"),
+    "device": (
+        [{"error": "BackendError", "message": "no NVIDIA device is visible", "fatal": False}],
+        oocgemm.BackendError,
+        r"worker 1 on \S+: no NVIDIA device is visible",
+    ),
+}
+
+
 def test_workers_that_cannot_take_part_are_named_before_anything_is_written(
-    here: Path, edits: list[dict[str, Any]], error: type[Exception], message: str
+    here: Path, stay: Stay, subtests: pytest.Subtests
 ) -> None:
+    stay(60)
     before = contents(here)
-    with Edited(*edits) as executor, pytest.raises(error, match=message):
-        multiply(here, executor=executor, memory=None)
-    assert contents(here) == before
+    for name, (edits, error, message) in UNFIT.items():
+        with subtests.test(name):
+            with Edited(*edits) as executor, pytest.raises(error, match=message):
+                multiply(here, executor=executor, memory=None)
+            assert contents(here) == before
 
 
 def test_a_budget_that_a_worker_cannot_meet_is_refused(here: Path) -> None:
@@ -95,21 +98,21 @@ def test_a_budget_that_a_worker_cannot_meet_is_refused(here: Path) -> None:
     assert contents(here) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": 0}, "workers = 0: a run needs at least 1"),
-        ({"client": "tcp://nowhere:8786"}, "client has type str: pass a dask.distributed.Client"),
-        ({"executor": "pool"}, "executor has type str: pass a concurrent.futures.Executor"),
-        ({"executor": Executor()}, "Executor does not say how many workers it has: pass workers=N"),
-        ({"executor": Executor(), "client": 1}, "client and executor both name workers"),
-    ],
-)
-def test_workers_that_make_no_sense_are_refused(here: Path, options: dict[str, Any], message: str) -> None:
+NO_WORKERS: list[tuple[dict[str, Any], str]] = [
+    ({"workers": 0}, "workers = 0: a run needs at least 1"),
+    ({"client": "tcp://nowhere:8786"}, "client has type str: pass a dask.distributed.Client"),
+    ({"executor": "pool"}, "executor has type str: pass a concurrent.futures.Executor"),
+    ({"executor": Executor()}, "Executor does not say how many workers it has: pass workers=N"),
+    ({"executor": Executor(), "client": 1}, "client and executor both name workers"),
+]
+
+
+def test_workers_that_make_no_sense_are_refused(here: Path) -> None:
     before = contents(here)
-    with pytest.raises(oocgemm.InputError, match=message):
-        multiply(here, **options)
-    assert contents(here) == before
+    for options, message in NO_WORKERS:
+        with pytest.raises(oocgemm.InputError, match=message):
+            multiply(here, **options)
+        assert contents(here) == before
 
 
 def test_operands_in_memory_are_refused(here: Path) -> None:
@@ -142,9 +145,10 @@ if "oocgemm.distributed.child" in sys.orig_argv:
 """
 
 
-def test_a_full_disk_ends_the_run_at_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = here / "code"
-    code.mkdir()
+def test_a_full_disk_ends_the_run_at_once(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path_factory.mktemp("code")
     (code / "sitecustomize.py").write_text(FULL_DISK)  # Python imports it when a child process starts
     monkeypatch.setenv("PYTHONPATH", str(code), prepend=os.pathsep)
     before, began = contents(here), time.monotonic()

@@ -8,17 +8,18 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pytest
+from hypothesis import settings
 from numcodecs import Blosc, Zstd
 
 from oocgemm.stores.codecs import Codec, decompress_into
 from tests.support.backends_here import CUDA
 from tests.support.decoding import Array, Batch, batch, blosc, samples, zstd
-from tests.support.suite import examples, slow
+from tests.support.suite import ALL, examples, slow
 from tests.support.unpacking import unpacked, unpacked_on_gpu
 
 rng = np.random.default_rng(1)
 # Elements of a chunk. With the odd ones, the last block is shorter, and is not bitshuffled.
-COUNTS = 24, 1 << 15, 100_003
+COUNTS = (24, 1 << 15, 100_003) if settings().max_examples >= ALL else (24, 1 << 13, 20_003)
 
 
 def equal(given: Batch) -> None:

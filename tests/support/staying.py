@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,13 +18,12 @@ Stay = Callable[[float], None]
 
 
 @pytest.fixture
-def stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stay]:
+def stay(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stay]:
     """Yield a function that lets child processes wait for other tasks, for some seconds.
 
     Those with a GPU do so outside of tests too. Here, it also spares tests the start of a process per part.
     """
-    code = tmp_path / "code"
-    code.mkdir()
+    code = tmp_path_factory.mktemp("code")
 
     def let(seconds: float) -> None:
         (code / "sitecustomize.py").write_text(STAY.format(seconds=seconds))
