@@ -12,15 +12,15 @@ from hypothesis import settings
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Budgets, InMemory, MachineModel, Plan, TileShape, default_model, make_plan
-from oocgemm.planning.parts.part import Part, divide, k_range
-from oocgemm.planning.parts.part_price import Storage
+from oocgemm.planning.parts.part import k_range
 from oocgemm.planning.parts.partition import (
     CLOSE,
     MIN_GAIN,
     UNSURE,
     Partition,
+    Storage,
     divisions,
-    grids,
+    finer_tiles,
     partition,
     scaling,
 )
@@ -131,24 +131,20 @@ def test_the_chosen_workers_are_never_slower_than_fewer(case: str) -> None:
 
 
 def test_no_grid_is_faster_than_the_chosen_one() -> None:
-    """Compare with all grids of all numbers of workers, simulated."""
+    """Compare with slices of k and with all rectangles for all numbers of workers, simulated."""
     plan, rate = plan_for((40000, 20000, 16000), machine=replace(GPU, read=5e9, write=5e9)), 10e9
     storage, found = Storage.of(plan.machine, rate), partition(plan, 6, rate)
     best = simulated_seconds(found, storage)
     tried = 0
     for workers in range(1, 7) if THOROUGH else (1, 6):
-        for grid in grids(workers):
-            for division in divisions(plan, grid):
-                parts = _parts(division.plan, grid)
-                other = replace(found, plan=division.plan, grid=grid, parts=parts, workers=workers)
-                assert best <= simulated_seconds(other, storage) * (1 + CLOSE + 0.03) + MIN_GAIN
-                tried += 1
-    assert tried > 10
-
-
-def _parts(plan: Plan, grid: tuple[int, int, int]) -> tuple[Part, ...]:
-    found = divide(plan.grid, *grid)
-    return tuple(sorted(found, key=lambda part: part.tiles(plan.grid).coverage.elements, reverse=True))
+        pairs = [(down, workers // down) for down in range(1, workers + 1) if workers % down == 0]
+        every = [*divisions(plan, workers), *(finer_tiles(plan, pair) for pair in pairs)]
+        for division in filter(None, every):
+            parts = tuple(division.parts)
+            other = replace(found, plan=division.plan, grid=division.grid, parts=parts, workers=workers)
+            assert best <= simulated_seconds(other, storage) * (1 + CLOSE + 0.03) + MIN_GAIN
+            tried += 1
+    assert tried >= 5
 
 
 def test_the_figures_of_the_design() -> None:
@@ -221,9 +217,9 @@ def test_products_whose_k_may_not_be_split() -> None:
     checked = replace(plan, problem=changed(plan.problem, checked="device"))
     in_memory = replace(plan, layouts=replace(plan.layouts, c=InMemory()))
     no_sum = replace(plan, problem=changed(plan.problem, alpha=0.0))
-    assert any(divisions(plan, (1, 1, 4)))
+    assert any(one.grid[2] > 1 for one in divisions(plan, 4))
     for other in (checked, in_memory, no_sum):
-        assert not any(divisions(other, (1, 1, 4)))
+        assert not any(one.grid[2] > 1 for one in divisions(other, 4))
         assert partition(other, 8, 200e9).grid[2] == 1
 
 

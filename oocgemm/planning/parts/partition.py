@@ -1,43 +1,39 @@
 """Choose how many workers are worth using, and the parts of the plan that they compute.
 
-C is divided into p_m x p_n rectangles of tiles, and k into p_k slices. A plan for one worker has large tiles,
-often fewer than there are workers. So tiles of other extents are tried too, with which all parts have as many
-tiles, of nearly equal sizes. The numbers of slots are those of the plan. They fit the budgets if tiles are
-smaller; otherwise it is checked that they do.
+C is divided into p_m x p_n rectangles of tiles, one per worker, such that they read as few bytes as possible.
+A plan for one worker has large tiles, often fewer than there are workers. Then tiles are made smaller, so
+that all parts have as many, or k is divided into p_k slices, whose partial products are added. The clock
+decides: it runs the largest part with an equal share of the storage's rates.
 
 p_n p_k workers read the same rows of A, and p_m p_k workers the same columns of B. With P = p_m p_n p_k
 workers, the storage delivers at least p_n m k + p_m k n elements, at best 2 k sqrt(m n P / p_k) of them.
-Slices of k add 2 p_k m n elements, the partial products. The sum is least for
-p_k = (k sqrt(P) / (2 sqrt(m n)))^(2/3). This is the "2.5D" trade of memory for communication: Solomonik and
-Demmel, *Communication-optimal parallel 2.5D matrix multiplication* (2011); Kwasniewski et al., *Red-blue
-pebbling revisited* (2019), on which COSMA is based. Here, all divisions are enumerated and priced.
+Slices of k add 2 p_k m n elements, the partial products. So they pay off if C is small and k is huge. This is
+the "2.5D" trade of memory for communication: Solomonik and Demmel, *Communication-optimal parallel 2.5D
+matrix multiplication* (2011); Kwasniewski et al., *Red-blue pebbling revisited* (2019), on which COSMA is
+based.
 
-Where parts have whole rows of tiles (`Plan.has_whole_rows`), no division is priced: each worker gets a band.
+Where parts have whole rows of tiles (`Plan.has_whole_rows`), each worker gets a band.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
+from functools import cache
 from math import gcd, inf
 from typing import Any
 
 from oocgemm.errors import InputError
-from oocgemm.planning.cost.machine import MachineModel, default_model
-from oocgemm.planning.parts.part import Part, bands, divide, step_ranges
-from oocgemm.planning.parts.part_price import (
-    PartPrices,
-    Storage,
-    allows_k_split,
-    longest_first,
-    parts_seconds,
-    rounds_seconds,
-    sum_seconds,
-)
+from oocgemm.planning.cost.clock import Prediction, predict
+from oocgemm.planning.cost.footprint import footprint
+from oocgemm.planning.cost.machine import MachineModel, default_model, scaled
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.layout import Chunked, Writing
+from oocgemm.planning.parts.part import Part, bands, divide, k_range, step_ranges
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.shapes import alignments
-from oocgemm.planning.tiling import Range, ceil_div, round_up
+from oocgemm.planning.setting import Setting
+from oocgemm.planning.sinks import Stored
+from oocgemm.planning.tiling import Range, ceil_div, length, round_up
 from oocgemm.planning.units import counted, format_time
 
 # A tile extent is a multiple of the operands' chunks, if this increases it by at most this factor.
@@ -49,18 +45,89 @@ CLOSE = 0.01
 UNSURE = 1.1
 # Seconds that a k-split must save: it begins a second phase when all parts are done.
 MIN_GAIN = 1.0
-# A worker gets several parts if each of them takes at least this many seconds, since to start one takes 1 to
+# A worker gets FINER parts if each of them takes at least this many seconds, since to start one takes 1 to
 # 2 s. Then a worker that is slower than predicted delays the others less, and less is lost if it dies.
-MIN_PART_SECONDS = 60.0
-# How one part per worker is divided into three or four, along m and along n.
-FINER = ((3, 1), (1, 3), (2, 2), (4, 1), (1, 4))
+MIN_PART_SECONDS, FINER = 60.0, 4
 # Where each worker has whole rows of tiles, no part should be larger than an equal share by more than this
 # factor. So there are up to this many rows per worker.
 UNEVEN, ROWS_PER_WORKER = 0.15, 4
-# The choice is made among at most this many workers. Enumerating more grids would take many seconds.
-MAX_WORKERS = 1024
+# The choice is made among at most MAX_WORKERS workers. Of numbers above EVERY, those with a prime factor
+# above MAX_FACTOR are left out: C cannot be divided into nearly square parts.
+MAX_WORKERS, EVERY, MAX_FACTOR = 1024, 16, 7
 
 Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Total rates of the storage, in bytes per second, for all workers together.
+
+    Workers that read at the same time get equal shares of `read`, and those that write get equal shares of
+    `write`. No worker is served faster than its machine model says.
+    """
+
+    read: float
+    write: float
+
+    @classmethod
+    def of(cls, machine: MachineModel, read: float | None = None) -> "Storage":
+        """Return the storage that delivers `read` bytes per second in total, by default to one worker.
+
+        Only total rates of reads are known to most users. A storage that can serve the reads of x workers at
+        their full rate is assumed to serve the writes of x workers too.
+        """
+        workers = 1.0 if read is None else read / machine.read
+        return cls(workers * machine.read, workers * machine.write)
+
+    def shared(self, machine: MachineModel, workers: int, part: float = 1.0) -> MachineModel:
+        """Return the model of a machine on which one of `workers` equal workers runs.
+
+        If the storage is too slow for all, the model's reads get a fraction `part` of the worker's share. The
+        uncompressed bytes of compressed chunks count as read, since their compressed size is not known.
+        """
+        share = self.read / workers
+        factors = {
+            "read": 1.0 if machine.read <= share else part * share / machine.read,
+            "write": min(1.0, self.write / workers / machine.write),
+        }
+        decode = min(machine.decode, share)
+        if decode == machine.decode and set(factors.values()) == {1.0}:
+            return machine
+        return replace(scaled(machine, factors), decode=decode)
+
+    def limits(self, machine: MachineModel, workers: int, lane: str) -> bool:
+        """Tell whether sharing the storage slows `lane` down ("read", "decode" or "write")."""
+        if lane not in ("read", "decode", "write", "encode"):
+            return False
+        total, own = (self.write, machine.write) if lane in ("write", "encode") else (self.read, machine.read)
+        if lane == "decode":
+            own = machine.decode
+        return total < workers * own
+
+
+def allows_k_split(plan: Plan) -> bool:
+    """Tell whether a product may be computed in slices of k, whose partial products are stored and added.
+
+    Partial products have the dtype of the accumulator, so that nothing is rounded that a run without slices
+    would not round. The sums of int8 products stay exact, since they are below the limit of the whole sum.
+
+    A product cannot be split if it has fewer than two steps, if C is in memory, or if it is verified: the
+    checksums are those of tiles of C, not of partial products. Nor can it be split if strips of partial
+    products, which may be wider than strips of C, do not fit the host budget.
+    """
+    if plan.problem.checked or plan.layouts.c.in_memory or plan.grid.steps < 2:
+        return False
+    return footprint(slice_setting(plan), plan.candidate).host_total <= plan.budgets.host
+
+
+def slice_setting(plan: Plan) -> Setting:
+    """Return the setting in which slices of k are computed: op(A) op(B) in the accumulator's dtype.
+
+    Partial products are new arrays of raw chunks. alpha and beta are applied when they are added.
+    """
+    problem = replace(plan.problem, sink=Stored(plan.problem.acc_dtype))
+    partial = Chunked(itemsize=problem.itemsizes["C"], writing=Writing(free=True))
+    return replace(plan.setting, problem=problem, layouts=replace(plan.layouts, c=partial))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,92 +137,88 @@ class DividedPlan:
     plan: Plan
     grid: Grid
 
+    @property
+    def slices(self) -> tuple[Range, ...]:
+        """Range of steps of each slice of k."""
+        return step_ranges(self.plan.grid, self.grid[2])
 
-def grids(count: int) -> Iterator[Grid]:
-    """Yield all (p_m, p_n, p_k) whose product is `count`.
+    @property
+    def parts(self) -> list[Part]:
+        """The parts, the longest first."""
+        grid, slices = self.plan.grid, self.slices
 
-    >>> list(grids(3))
-    [(1, 1, 3), (1, 3, 1), (3, 1, 1)]
+        def volume(part: Part) -> int:
+            return part.tiles(grid).coverage.elements * max(1, length(k_range(grid, slices[part.k_slice])))
+
+        return sorted(divide(grid, *self.grid), key=lambda part: (-volume(part), part.number))
+
+
+def divisions(plan: Plan, parts: int, *, keep_tile: bool = False, whole_k: bool = False) -> list[DividedPlan]:
+    """Return the ways to divide a plan among a number of parts, none if it cannot be divided that often.
+
+    They are its tiles, smaller tiles unless `keep_tile`, and slices of k unless `whole_k`.
     """
-    for down in _divisors(count):
-        for across in _divisors(count // down):
-            yield down, across, count // down // across
+    if 0 in (plan.problem.m, plan.problem.n):
+        return []
+    down, across = plan.grid.shape
+    found = [
+        DividedPlan(plan, (*pair, 1)) for pair in _pairs(plan, parts) if pair[0] <= down and pair[1] <= across
+    ][:1]
+    if not keep_tile:
+        finer = (finer_tiles(plan, pair) for pair in _pairs(plan, parts))
+        found += [one for one in finer if one is not None][:1]
+    rectangles = max(x for x in range(1, down * across + 1) if parts % x == 0) if parts > 1 else 1
+    slices = parts // rectangles
+    if 1 < slices <= plan.grid.steps and not whole_k and allows_k_split(plan):
+        pairs = _pairs(plan, rectangles)
+        found += [
+            DividedPlan(plan, (*pair, slices)) for pair in pairs if pair[0] <= down and pair[1] <= across
+        ][:1]
+    return found
 
 
-def divisions(plan: Plan, grid: Grid, *, keep_tile: bool = False) -> Iterator[DividedPlan]:
-    """Yield the ways to divide a plan among a grid of parts: with its tiles, and with tiles of other extents.
-
-    With `keep_tile`, only with its tiles. There are none if the product cannot be divided that often.
-    """
-    if grid[2] > plan.grid.steps or (grid[2] > 1 and not allows_k_split(plan)):
-        return
-    tile, (m, n) = plan.tile, (plan.problem.m, plan.problem.n)
-    if 0 in (m, n):
-        return
-    units_m, units_n = alignments(plan.setting)
-    extents_m = _extents(m, tile.m, grid[0], () if keep_tile else units_m)
-    extents_n = _extents(n, tile.n, grid[1], () if keep_tile else units_n)
-    for tile_m, tile_n in product(extents_m, extents_n):
-        if (tile_m, tile_n) == (tile.m, tile.n):
-            yield DividedPlan(plan, grid)
-            continue
-        lines = ceil_div(m, tile_m) // grid[0], ceil_div(n, tile_n) // grid[1]
-        traversal = _within(plan.candidate.traversal, *lines)
-        other = replace(tile, m=tile_m, n=tile_n)
-        found = replace(plan, candidate=replace(plan.candidate, tile=other, traversal=traversal))
-        if (tile_m <= tile.m and tile_n <= tile.n) or _fits(found, grid[2] > 1):
-            yield DividedPlan(found, grid)
+def _pairs(plan: Plan, parts: int) -> list[tuple[int, int]]:
+    """Return all (p_m, p_n) whose product is `parts`, those with which workers read few bytes first."""
+    problem, layouts = plan.problem, plan.layouts
+    a = 0 if layouts.a.in_memory else problem.m * problem.itemsizes["A"]
+    b = 0 if layouts.b.in_memory else problem.n * problem.itemsizes["B"]
+    pairs = [(down, parts // down) for down in range(1, parts + 1) if parts % down == 0]
+    return sorted(pairs, key=lambda pair: (pair[1] * a + pair[0] * b, abs(pair[0] - pair[1])))
 
 
-def least_seconds(division: DividedPlan, storage: Storage, workers: int) -> float:
-    """Return a lower bound on the seconds in which `workers` workers compute the parts of a division.
-
-    It counts the multiplications, and what the storage delivers if each part reads its panels once.
-    """
-    plan, (p_m, p_n, p_k) = division.plan, division.grid
-    problem, layouts, machine, tile = plan.problem, plan.layouts, plan.machine, plan.tile
-    if not problem.flops:
-        return 0.0
-    sizes, elements = problem.itemsizes, problem.m * problem.n
-    extents = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.k)
-    compute = machine.multiply_seconds(problem.rate, problem.flops, *extents) / workers
-    read = 0 if layouts.a.in_memory else p_n * problem.m * problem.k * sizes["A"]
-    read += 0 if layouts.b.in_memory else p_m * problem.k * problem.n * sizes["B"]
-    old = elements * sizes["C"] if problem.reads_c and not layouts.c.in_memory else 0
-    write = 0 if layouts.c.in_memory else elements * sizes["C"]
-    reads, writes = (
-        min(storage.read, workers * machine.read),
-        min(storage.write, workers * machine.write),
+def finer_tiles(plan: Plan, pair: tuple[int, int]) -> DividedPlan | None:
+    """Return the plan with tiles so small that all parts have as many; None if that is not possible."""
+    tile = plan.tile
+    extents = [
+        _extent(extent, nominal, pieces, units)
+        for extent, nominal, pieces, units in zip(
+            (plan.problem.m, plan.problem.n), (tile.m, tile.n), pair, alignments(plan.setting), strict=True
+        )
+    ]
+    lines = [
+        ceil_div(extent, x) // pieces
+        for extent, x, pieces in zip((plan.problem.m, plan.problem.n), extents, pair, strict=True)
+    ]
+    if 0 in lines:
+        return None
+    other = replace(
+        plan.candidate,
+        tile=replace(tile, m=extents[0], n=extents[1]),
+        traversal=_within(plan.candidate.traversal, *lines),
     )
-    if p_k == 1:
-        return max(compute, (read + old) / reads, write / writes)
-    partial = p_k * elements * sizes["acc"]
-    return max(compute, read / reads, partial / writes) + (partial + old) / reads + write / writes
+    return DividedPlan(replace(plan, candidate=other), (*pair, 1))
 
 
-def _extents(extent: int, tile: int, pieces: int, units: tuple[int, ...]) -> list[int]:
-    """List tile extents that divide an axis of C among `pieces` parts: `tile`, and those that divide evenly.
+def _extent(extent: int, tile: int, pieces: int, units: tuple[int, ...]) -> int:
+    """Return a tile extent of at most `tile` that divides an axis of C among `pieces` parts evenly.
 
-    With the latter, each part has one, two or three tiles along the axis, or as many as are needed for tiles
-    no larger than `tile`. The extents are multiples of one of `units`: of the last one, which suits the
-    chunks of the operands, unless that makes the tile much larger.
+    It is a multiple of the last one of `units`, which suits the chunks of the operands, unless that makes the
+    tile much larger.
     """
-    found = [tile] if ceil_div(extent, tile) >= pieces else []
-    most = ceil_div(ceil_div(extent, tile), pieces)
-    for lines in sorted({min(count, most) for count in (1, 2, 3, most)}) if units else ():
-        even = ceil_div(extent, pieces * lines)
-        suits = round_up(even, units[-1])
-        rounded = suits if suits <= MAX_ROUNDING * even else round_up(even, min(units))
-        if ceil_div(extent, rounded) >= pieces:
-            found.append(min(rounded, extent))
-    return list(dict.fromkeys(found))
-
-
-def _fits(plan: Plan, splits_k: bool) -> bool:
-    """Tell whether a plan fits its budgets."""
-    used = plan.footprint
-    fits = used.device_total <= plan.budgets.device and used.host_total <= plan.budgets.host
-    return fits and (not splits_k or allows_k_split(plan))
+    even = ceil_div(extent, pieces * ceil_div(ceil_div(extent, pieces), tile))
+    suits = round_up(even, units[-1])
+    rounded = suits if suits <= MAX_ROUNDING * even else round_up(even, min(units))
+    return min(rounded, tile, extent)
 
 
 def _within(traversal: Traversal, down: int, across: int) -> Traversal:
@@ -169,10 +232,6 @@ def _within(traversal: Traversal, down: int, across: int) -> Traversal:
         return replace(traversal, band=1, turns=False)
     band = gcd(traversal.band, max(1, lines))
     return replace(traversal, band=band, turns=traversal.turns and band < lines)
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 @dataclass(frozen=True)
@@ -334,15 +393,14 @@ def _default_write(machine: MachineModel) -> float:
     return default_model("host" if machine.shares_cores else "cuda", machine.cores).write
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Priced:
-    """A division with its parts and its predicted seconds, of which `sum` are for adding partial products."""
+    """A division, its predicted seconds, those of the sum, and the prediction of its largest part."""
 
     division: DividedPlan
-    prices: PartPrices
-    parts: tuple[Part, ...]
     seconds: float
     sum: float
+    largest: Prediction | None
 
 
 class _Choice:
@@ -353,155 +411,144 @@ class _Choice:
 
     def __init__(self, plan: Plan, storage: Storage, keep_tile: bool, whole_k: bool, known: bool) -> None:
         self._plan, self._storage, self._known = plan, storage, known
-        self._keep_tile, self._whole_k = keep_tile, whole_k
-        self._bounded: dict[int, list[tuple[float, DividedPlan]]] = {}
-        self._best: dict[int, _Priced | None] = {}
+        self._how = {"keep_tile": keep_tile, "whole_k": whole_k}
+        self._best = cache(self._find)
 
     def partition(self, available: int) -> Partition:
         """Choose the smallest number of workers that is as fast as any, within `CLOSE`.
 
         Choose all that are available if only the assumed rate of writes is against it.
         """
-        used, chosen = 1, self._one
-        bounds = {workers: self._bound(workers) for workers in range(1, available + 1)}
-        least = chosen.seconds
-        for workers in sorted(bounds, key=lambda workers: bounds[workers]):
-            if bounds[workers] >= least:
-                break
-            least = min(least, self._seconds(workers))
-        for workers in range(1, available + 1):
-            if bounds[workers] <= (1 + CLOSE) * least and self._seconds(workers) <= (1 + CLOSE) * least:
-                used, chosen = workers, self._best[workers] or chosen
-                break
-        unsure = not self._known and self._lane(chosen, used) in ("write", "encode")
-        if unsure and used < available and self._seconds(available) <= UNSURE * least:
-            used, chosen = available, self._best[available] or chosen
+        one = self._best(1)
+        assert one is not None
+        numbers = [*(x for x in range(1, available) if x <= EVERY or _is_smooth(x)), available]
+        found = {x: priced for x in numbers if (priced := self._best(x)) is not None}
+        limit = (1 + CLOSE) * min(priced.seconds for priced in found.values())
+        used = min(x for x, priced in found.items() if priced.seconds <= limit)
+        unsure = not self._known and found[used].largest is not None and self._lane(found[used]) in _WRITES
+        if unsure and available in found and found[available].seconds <= UNSURE * limit / (1 + CLOSE):
+            used = available
+        chosen = found[used]
+        division = chosen.division
+        if (chosen.seconds - chosen.sum) / FINER >= MIN_PART_SECONDS and used > 1 and division.grid[2] == 1:
+            division = self._divided_again(chosen, used)
         return Partition(
-            chosen.division.plan,
-            chosen.division.grid,
-            chosen.parts,
+            division.plan,
+            division.grid,
+            tuple(division.parts),
             used,
             available,
             chosen.seconds,
-            self._one.seconds,
+            one.seconds,
             self._bottleneck(chosen, used),
             self._why(used, available, chosen.seconds),
         )
 
-    def _divisions(self, grid: Grid) -> Iterator[DividedPlan]:
-        divides_k = grid[2] > 1
-        return (
-            iter(())
-            if divides_k and self._whole_k
-            else divisions(self._plan, grid, keep_tile=self._keep_tile)
+    def _divided_again(self, chosen: _Priced, workers: int) -> DividedPlan:
+        """Return a division into FINER parts per worker if it is as fast, else that which was chosen."""
+        tried = divisions(
+            chosen.division.plan, FINER * workers, keep_tile=self._how["keep_tile"], whole_k=True
         )
-
-    @cached_property
-    def _one(self) -> _Priced:
-        return self._price(DividedPlan(self._plan, (1, 1, 1)), 1)
-
-    def _bound(self, workers: int) -> float:
-        """Return a lower bound on the seconds with a number of workers; inf if the plan has too few parts."""
-        if workers not in self._bounded:
-            found = [
-                (least_seconds(division, self._storage, workers), division)
-                for grid in grids(workers)
-                for division in self._divisions(grid)
-            ]
-            self._bounded[workers] = sorted(found, key=lambda item: item[0])
-        found = self._bounded[workers]
-        return found[0][0] if found else inf
-
-    def _seconds(self, workers: int) -> float:
-        """Return the predicted seconds of the best division for exactly `workers` workers, inf if none."""
-        if workers not in self._best:
-            self._best[workers] = self._find(workers)
-        found = self._best[workers]
-        return found.seconds if found else inf
+        priced = (self._priced(one, workers) for one in tried)
+        fast = (one.division for one in priced if one.seconds <= (1 + CLOSE) * chosen.seconds)
+        return next(fast, chosen.division)
 
     def _find(self, workers: int) -> _Priced | None:
-        if workers == 1:
-            return self._one
-        self._bound(workers)
-        found: list[tuple[float, DividedPlan]] = []
-        for bound, division in self._bounded[workers]:
-            if found and bound >= min(found, key=_seconds)[0]:
-                break
-            found.append((self._estimated(division, workers), division))
-        if not found:
-            return None
-        coarse = self._price(self._preferred(found), workers)
-        finer = self._finer(coarse, workers)
-        return finer if finer and finer.seconds <= (1 + CLOSE) * coarse.seconds else coarse
+        """Return the best division for a number of workers.
 
-    def _preferred(self, found: Sequence[tuple[float, DividedPlan]]) -> DividedPlan:
-        """Choose the fastest division, but keep the tiles of the plan if they are as fast within `CLOSE`.
-
-        With the same tiles, the result has the same bits as that of one worker. So k is split only if that
-        saves `MIN_GAIN` seconds.
+        With the tiles of the plan, the result has the same bits as that of one worker. So they are kept if
+        they are as fast within `CLOSE`, and k is split only if that saves `MIN_GAIN` seconds.
         """
-        whole = [item for item in found if item[1].grid[2] == 1]
-        if whole and min(whole, key=_seconds)[0] <= min(found, key=_seconds)[0] + MIN_GAIN:
-            found = whole
-        least, best = min(found, key=_seconds)
-        kept = [item for item in found if item[1].plan is self._plan and item[1].grid[2] == 1]
-        if kept and min(kept, key=_seconds)[0] <= (1 + CLOSE) * least:
-            return min(kept, key=_seconds)[1]
-        return best
+        if workers == 1:
+            return self._priced(DividedPlan(self._plan, (1, 1, 1)), 1)
+        priced = [self._priced(one, workers) for one in divisions(self._plan, workers, **self._how)]
+        whole = [one for one in priced if one.division.grid[2] == 1]
+        least = min((one.seconds for one in whole), default=inf)
+        best = next((one for one in whole if one.seconds <= (1 + CLOSE) * least), None)
+        sliced = next((one for one in priced if one.division.grid[2] > 1), None)
+        return sliced if sliced and sliced.seconds < least - MIN_GAIN else best or sliced
 
-    def _finer(self, coarse: _Priced, workers: int) -> _Priced | None:
-        """Divide each part into three or four, the fastest way; None if they would be too short."""
-        p_m, p_n, p_k = coarse.division.grid
-        tried = [
-            division
-            for down, across in FINER
-            if (coarse.seconds - coarse.sum) / (down * across) >= MIN_PART_SECONDS
-            for division in self._divisions((p_m * down, p_n * across, p_k))
-        ]
-        if not tried:
-            return None
-        estimated = [(self._estimated(division, workers), division) for division in tried]
-        return self._price(self._preferred(estimated), workers)
+    def _priced(self, division: DividedPlan, workers: int) -> _Priced:
+        """Predict all parts: the clock runs the largest one, while equal workers share the storage."""
+        parts, plan = division.parts, division.plan
+        if not parts:
+            return _Priced(division, 0.0, 0.0, None)
+        grid, largest = plan.grid, parts[0]
+        (top, bottom), (left, right) = largest.rows, largest.cols
+        setting = plan.setting if division.grid[2] == 1 else slice_setting(plan)
+        k = length(k_range(grid, division.slices[largest.k_slice])) if division.grid[2] > 1 else grid.k
+        own = replace(
+            setting.problem,
+            m=grid.rows(bottom - 1)[1] - grid.rows(top)[0],
+            n=grid.cols(right - 1)[1] - grid.cols(left)[0],
+            k=k,
+        )
+        found = self._run(replace(setting, problem=own), plan, workers)
+        adding = self._sum_seconds(division)
+        return _Priced(division, ceil_div(len(parts), workers) * found.total + adding, adding, found)
 
-    def _estimated(self, division: DividedPlan, workers: int) -> float:
-        prices, parts = self._parts(division)
-        adding = sum_seconds(division.plan, prices, division.grid[2])
-        return rounds_seconds(parts, prices, workers) + adding
+    def _run(self, own: Setting, plan: Plan, workers: int) -> Prediction:
+        machine = own.machine
+        shared = self._storage.shared(machine, workers)
+        tried = [shared]
+        if machine.shares_cores and shared is not machine:
+            # A thread that waits for the storage leaves the cores to others, but then copies what it read.
+            waiting = replace(shared, shares_cores=False, arena_seconds_per_byte=0.0)
+            tried = [replace(machine, write=shared.write), waiting]
+        found = []
+        for model in tried:
+            prices = Prices(replace(own, machine=model))
+            # A Write that waits for the storage longer keeps the CPU cores busy no longer.
+            prices.write_cpu_share *= model.write / machine.write
+            found.append(predict(prices.setting, plan.candidate, prices))
+        return max(found, key=lambda one: one.total)
 
-    def _price(self, division: DividedPlan, workers: int) -> _Priced:
-        prices, parts = self._parts(division)
-        adding = sum_seconds(division.plan, prices, division.grid[2])
-        return _Priced(division, prices, parts, parts_seconds(parts, prices, workers) + adding, adding)
+    def _sum_seconds(self, division: DividedPlan) -> float:
+        """Predict the seconds to add the partial products of slices of k, and to write C.
 
-    def _parts(self, division: DividedPlan) -> tuple[PartPrices, tuple[Part, ...]]:
-        prices = PartPrices(division.plan, self._storage, division.grid[2])
-        return prices, tuple(longest_first(divide(division.plan.grid, *division.grid), prices))
+        One process adds them chunk by chunk: it reads the chunk of every slice (and the old C, if beta is not
+        0), then it writes the chunk of C.
+        """
+        slices = division.grid[2]
+        if slices == 1:
+            return 0.0
+        problem, machine = self._plan.problem, self._storage.shared(self._plan.machine, 1)
+        elements, sizes = problem.m * problem.n, problem.itemsizes
+        read = elements * (slices * sizes["acc"] + (sizes["C"] if problem.reads_c else 0))
+        return read / machine.read + elements * sizes["C"] / machine.write
 
     def _bottleneck(self, priced: _Priced, workers: int) -> str:
         if priced.sum > priced.seconds / 2:
             return "sum"
-        if not priced.parts:
+        if priced.largest is None:
             return "none"
-        lane = self._lane(priced, workers)
+        lane = self._lane(priced)
         return "storage" if self._storage.limits(self._plan.machine, workers, lane) else lane
 
-    def _lane(self, priced: _Priced, workers: int) -> str:
-        """Return the lane that is busy longest while the longest part is computed; "" if there is none."""
-        if not priced.parts:
-            return ""
-        return priced.prices.time(priced.prices.size(priced.parts[0]), workers).lane
+    def _lane(self, priced: _Priced) -> str:
+        """Return the lane that is busy longest while the largest part is computed."""
+        assert priced.largest is not None
+        return priced.largest.bottleneck
 
     def _why(self, used: int, available: int, seconds: float) -> str:
         """Say what it would cost to use all available workers, per worker that is not used."""
         if used == available:
             return ""
-        all_used = self._seconds(available)
-        if all_used == inf:
+        all_used = self._best(available)
+        if all_used is None:
             return f"the product cannot be divided into {available} parts"
-        if all_used <= (1 + CLOSE) * seconds:
+        if all_used.seconds <= (1 + CLOSE) * seconds:
             return "more are no faster"
-        return f"each more costs {format_time((all_used - seconds) / (available - used))}"
+        return f"each more costs {format_time((all_used.seconds - seconds) / (available - used))}"
 
 
-def _seconds(estimated: tuple[float, DividedPlan]) -> float:
-    return estimated[0]
+# Lanes in which C is written.
+_WRITES = "write", "encode"
+
+
+def _is_smooth(number: int) -> bool:
+    """Tell whether a number has no prime factor above `MAX_FACTOR`."""
+    for factor in range(2, MAX_FACTOR + 1):
+        while number % factor == 0:
+            number //= factor
+    return number == 1
