@@ -10,7 +10,8 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 
 1. *Plan.* `planning.search.planner` chooses the size of the tiles and the number of slots.
    `planning.schedule` yields the operations in program order. Each operation names the parts of slots
-   (*regions*) that it reads and writes.
+   (*regions*) that it reads and writes, the block of the operand that it copies, and its queue. What
+   operations do is decided once per run (`planning.lowering`).
 
 2. *Dispatch.* `executor.Run._dispatch` iterates over the schedule.
    `planning.schedule.hazards.HazardTracker.admit` compares regions to find the earlier operations that each
@@ -21,13 +22,13 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    (`backends.cuda.repeated`).
 
 3. *Read* (lanes `read`, `decode`). `executor.Run._transfer` runs in a thread of the stream.
-   `staging.Transfers.read` cuts the panel into parts (`host_blocks.parts`). The reader threads read them from
+   `staging.Transfers.read` cuts the panel into parts (`staging.Cutter`). The reader threads read them from
    the store into a host slot (`staging.HostSlots`), which is then pinned. If host and device share one
    memory, the store reads into the device slot, and a panel in the caller's memory is not read at all
    (`Layout.in_place`). A GPU needs no Read for an array in host memory, unless the host computes checksums.
 
 4. *Upload* (lane `h2d`). `executor.Run._submit` passes the panel's host memory to `Session.submit` of the
-   backend: its host slot, or its block of an array in memory (`host_blocks.host_block`). On CUDA,
+   backend: its host slot, or its block of an array in memory (`staging.host_block`). On CUDA,
    `backends.cuda.session` enqueues the copies from host slots and from arrays that their owner has pinned,
    and makes the h2d stream wait for the events of earlier operations. Blocks of pageable arrays are copied
    through a ring of pinned buffers (`backends.cuda.pageable`), which has threads and streams of its own.
@@ -59,8 +60,8 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 9. *Write* (lanes `encode`, `write`; not for strips that the device has copied to a C in memory). If the run
    is verified, `integrity.tile_checks` first checks the strip. A strip of a Gram matrix is then mirrored at
    the diagonal of C (`mirror`). `staging.Transfers.write` has the writer threads encode its chunks and write
-   them. After the last strip of the tile, `Run` calls its callback `finished`. `jobs.output` then makes the
-   tile durable and records it in the journal.
+   them. After the last strip of the tile, `Run` calls its callback `finished`. `jobs.resume.Committer` then
+   makes the tile durable and records it in the journal.
 
 10. *Record.* `executor.Run._collect` waits for the submitted operations in order. It turns each one into a
     span of the timeline (`timeline`): when the operation ran, on which lane, and which operations it waited

@@ -191,7 +191,7 @@ def is_brief(plan: Plan) -> bool:
 
 
 @dataclass(slots=True)
-class Workers:
+class StreamThreads:
     """The threads that run the operations of a stream: they call `work`, which takes them from the queue."""
 
     stream: Stream
@@ -270,7 +270,7 @@ class Run:
         self._writes_c = plan.slots.streams("C")  # a Download writes to C
         self._unwritten: dict[Tile, int] = {}  # Writes that are left of each partly written tile
         self._writing = threading.Lock()
-        self._workers: dict[Stream, Workers] = {}
+        self._workers: dict[Stream, StreamThreads] = {}
         self._alone = is_short(plan)  # whether the calling thread starts all operations
         self._unstarted: dict[Stream, deque[Item]] = {}  # of the operations that have no thread of their own
         self._submitting = threading.Lock()
@@ -416,8 +416,8 @@ class Run:
         strips = -(-self._plan.tile.m // max(1, self._plan.slots.strip))
         limit = self._plan.devices * (MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * strips)
         # Operations on the same operand in one stream have the same workers, or none.
-        found: dict[tuple[int, str, str], Workers | None] = {}
-        wakeup = self._workers[_WAKEUP] = Workers(_WAKEUP, 1, self._submit_on_wakeup)
+        found: dict[tuple[int, str, str], StreamThreads | None] = {}
+        wakeup = self._workers[_WAKEUP] = StreamThreads(_WAKEUP, 1, self._submit_on_wakeup)
         for queued, item in enumerate(self._items()):
             while self._error is None and queued - self._ended > limit:
                 sleep(POLL_INTERVAL)
@@ -475,7 +475,7 @@ class Run:
         except BaseException as error:  # raised by `worker`, for example because the device is lost
             self._fail(located_error(error, f"stream {stream.lane}"))
 
-    def _workers_of(self, operation: Operation) -> Workers | None:
+    def _workers_of(self, operation: Operation) -> StreamThreads | None:
         """Return the threads of an operation's stream.
 
         Return None if the operation is only enqueued, so that no thread waits for the host or another device.
@@ -494,7 +494,9 @@ class Run:
             most = REMOTE_WORKERS if remote else most
         if pageable and not operation.peer:
             most = PANELS if self._plan.decoded else PAGEABLE_WORKERS
-        workers = self._workers.setdefault(stream, Workers(stream, 0, partial(self._work, stream, on_store)))
+        workers = self._workers.setdefault(
+            stream, StreamThreads(stream, 0, partial(self._work, stream, on_store))
+        )
         workers.most = max(workers.most, most)
         return workers
 
@@ -555,7 +557,7 @@ class Run:
             region = (operation.writes if reading else operation.reads)[0]
             # If device and host share one memory, Reads and Writes use the device slots directly.
             if region.slot.tier is Tier.HOST:
-                columns = self._staging.columns(region.slot, operation)
+                columns = self._staging.slots.columns(region.slot, operation)
             else:
                 columns = [self._session.view(operation, region)]
         self.wrote = self.wrote or not reading

@@ -6,7 +6,7 @@ from itertools import islice
 
 from oocgemm.backends.base import Pageable, Pinned, Session, Stream, Token
 from oocgemm.engine.executor import is_short, located_error
-from oocgemm.engine.host_blocks import host_block
+from oocgemm.engine.staging import host_block
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.schedule.hazards import Program
 from oocgemm.stores import Matrix

@@ -1,36 +1,177 @@
-"""The host side of a run: buffers in host memory, and threads that move blocks between them and the stores.
+"""The host side of a run: where blocks of operands are in host memory, and threads that read and write them.
 
-A buffer is called a host slot. All are in one allocation, the arena. Blocks of operands in host memory need
-none (`host_blocks.host_block`). The reader and writer threads move parts of a block between its store and a
-buffer.
+A *block* is what one Read or Write moves: a panel of A or B, or a strip of C. A *host slot*, a buffer in host
+memory, stores a block as one or more contiguous arrays, each of some columns (`slot_views`). All host slots
+are in one allocation, the arena. A block of an operand in memory, or in a file that a device copies from,
+needs no host slot (`host_block`). The reader and writer threads move a block in *parts* (`Cutter`).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import HostBlock, numpy_dtype, slot_offsets
-from oocgemm.engine.host_blocks import host_block, located, parts, slot_views
+from oocgemm.backends.base import (
+    Compressed,
+    Found,
+    HostBlock,
+    Pageable,
+    Pinned,
+    numpy_dtype,
+    slot_offsets,
+)
 from oocgemm.engine.mirror import adjoint, complete, mirrored, outside, replace_outside, trimmed
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Kind, Operation, Plan, Slot, Tier
+from oocgemm.planning import Kind, Layout, Operation, Plan, Slot, Tier
 from oocgemm.planning.cost.coding import slot_frames
-from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, payload_bytes, slot_bytes
-from oocgemm.planning.tiling import Range, ceil_div, length
-from oocgemm.stores import FULL, Array, Coded, Matrix, no_room
+from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, MIRRORED_BYTES, payload_bytes, slot_bytes
+from oocgemm.planning.tiling import Range, Shape, ceil_div, length
+from oocgemm.stores import (
+    BATCH_BYTES,
+    FULL,
+    Array,
+    Coded,
+    Collecting,
+    Matrix,
+    in_memory,
+    memory,
+    no_room,
+    pieces,
+)
 from oocgemm.stores.base import Retries, failure
-from oocgemm.stores.codecs import index_of
+from oocgemm.stores.capabilities import cached_chunks
+from oocgemm.stores.codecs import Codec, Fetched, index_of
+from oocgemm.stores.files import CachedBlock
 from oocgemm.system.resources import allocate
 
 PAGE = 4096
 # Number of threads that fault in the pages of a slot for C, and the bytes that each faults in at a time. One
 # thread took 12 to 25 ms for 64 MiB on a host of an H100.
 FAULTING_THREADS, FAULTED_BYTES = 4, 8 << 20
+# Maximum and minimum size, in bytes, of the parts into which a block is cut, for stores that can transfer
+# parts of chunks. Within these limits, there is one part per thread. Smaller parts would be slower: passing a
+# part to a thread takes the GIL for tens of microseconds.
+MAX_PIECE_BYTES = 16 << 20
+MIN_PIECE_BYTES = 4 << 20
+
+# A function that is called with each part of a block: its rows and columns in the stored operand, its data.
+OnPart = Callable[[Range, Range, Array], None]
+# A function that reads, writes or inspects a part of a matrix, and its call for one part.
+OnMatrix = Callable[[Matrix, Range, Range, Array], None]
+Work = Callable[[], None]
+
+
+def group_width(plan: Plan, operand: str) -> int:
+    """Return the columns of the arrays in which a host slot stores a block; 0 if one array has all columns.
+
+    If a chunk has at least `BATCH_BYTES` bytes, there is one array per chunk in two cases:
+
+    - for A and B, if the store only reads whole chunks: a codec can then decode a chunk in place;
+    - for C: direct I/O writes a contiguous chunk up to twice as fast as one row by row.
+    """
+    layouts, problem = plan.layouts, plan.problem
+    if operand == "C":
+        whole, (height, width) = True, plan.chunks
+    else:
+        layout, op = (layouts.a, problem.trans_a) if operand == "A" else (layouts.b, problem.trans_b)
+        whole, (height, width) = not layout.partial_reads, layout.oriented(op).read_chunk
+    return width if whole and height * width * problem.itemsizes[operand] >= BATCH_BYTES else 0
+
+
+def slot_views(operation: Operation, memory: Array, dtype: np.dtype[Any], width: int) -> list[Array]:
+    """Return an operation's block in a host slot, as one contiguous array per group of columns.
+
+    `memory` has the bytes of the slot. The arrays are views of it. The first array begins at the start of the
+    slot, and the arrays follow each other without gaps. `width` is what `group_width` returns.
+    """
+    (top, bottom), cols = operation.stored
+    height, first = bottom - top, cols[0]
+    data = memory[: height * (cols[1] - first) * dtype.itemsize].view(dtype)
+    groups = (group for _, group in pieces((0, 1), cols, (1, width), 1)) if width else (cols,)
+    return [data[height * (c0 - first) : height * (c1 - first)].reshape(height, c1 - c0) for c0, c1 in groups]
+
+
+def located(operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Range, Range, Array]]:
+    """Yield (rows, columns, array) for each array of a block, what `slot_views` returned for the operation.
+
+    Rows and columns are the ranges of the stored operand that the array contains.
+    """
+    rows, (left, _) = operation.stored
+    for group in columns:
+        yield rows, (left, left := left + group.shape[1]), group
+
+
+class Cutter:
+    """Cuts blocks of a stored matrix into parts, for threads that take one part at a time.
+
+    If the store only transfers whole chunks, a part is one chunk, or several chunks that have about
+    `BATCH_BYTES` bytes together. With other stores, a part has about `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`
+    bytes. A larger chunk is read in several parts, but written as one. Parts that are `copied` before they
+    are written have at most `MIRRORED_BYTES`, or are a chunk. Of a matrix in an object store, each part takes
+    one request.
+    """
+
+    def __init__(self, matrix: Matrix, threads: int, *, reading: bool, copied: bool = False) -> None:
+        layout, self._itemsize = matrix.layout, matrix.dtype.itemsize
+        self._threads, self._reading, self._copied = threads, reading, copied
+        self._contiguous = layout.contiguous
+        self._chunk = height, width = layout.read_chunk if reading else layout.writing.chunk
+        # The shape of parts and the minimum number of their elements, if they are the same in all blocks.
+        self._fixed: tuple[Shape, int] | None = None
+        if layout.requests:
+            self._fixed = _request(layout, self._itemsize, reading=reading), 1
+        elif not layout.partial_reads if reading else layout.writing.encode_bytes:
+            batch = BATCH_BYTES if height * width * self._itemsize < BATCH_BYTES else 1
+            self._fixed = self._chunk, ceil_div(batch, self._itemsize)
+
+    def parts(self, rows: Range, cols: Range) -> Iterator[tuple[Range, Range]]:
+        """Cut a block, given by its rows and columns."""
+        if self._fixed is not None:
+            return pieces(rows, cols, *self._fixed)
+        size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * self._itemsize
+        # Chunks are joined until they have at least this size, and so less than the double of it.
+        piece = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, size // self._threads))
+        wanted = (MIRRORED_BYTES // 2 if self._copied else piece) // self._itemsize
+        height, width = self._chunk
+        if (height, width) == (1, 1):
+            # A matrix without chunks is cut into whole rows or whole columns, whichever are contiguous.
+            if self._contiguous:
+                height, width = max(1, wanted // (cols[1] - cols[0])), cols[1]
+            else:
+                height, width = rows[1], max(1, wanted // (rows[1] - rows[0]))
+        elif self._reading:
+            height, width = _bands(height, width, max(1, height * width // wanted), self._contiguous)
+        return pieces(rows, cols, (height, width), wanted)
+
+
+def _request(layout: Layout, itemsize: int, *, reading: bool) -> Shape:
+    """Return the shape of a block in an object store that takes one request.
+
+    It is a chunk, or several small chunks of a shard. A large chunk of which parts can be read is cut into
+    bands of whole lines, of at most about `MAX_PIECE_BYTES`.
+    """
+    height, width = layout.read_chunk if reading else layout.writing.chunk
+    count = height * width * itemsize // MAX_PIECE_BYTES
+    if reading and layout.partial_reads and count > 1:
+        return _bands(height, width, count, layout.contiguous)
+    if reading:
+        return max(height, layout.request_chunk[0]), max(width, layout.request_chunk[1])
+    return height, width
+
+
+def _bands(height: int, width: int, count: int, contiguous: int) -> Shape:
+    """Cut a chunk into at most `count` equal bands of whole rows or columns, whichever are contiguous."""
+    extent = height if contiguous else width
+    least = -(-extent // count)
+    # The smallest number that divides the extent, so that no part crosses the border of a chunk.
+    part = least if extent % least == 0 else next(i for i in range(least, extent + 1) if extent % i == 0)
+    return (part, width) if contiguous else (height, part)
 
 
 class HostSlots:
@@ -88,8 +229,13 @@ class HostSlots:
         """
         if slot.operand == "C" and self._frames:
             return [self.arena[self._offsets[slot] :][: self._frames]]
-        name = self._plan.problem.dtypes[slot.operand]
-        return slot_views(self._plan, operation, self.arena[self._offsets[slot] :], numpy_dtype(name))
+        return slot_views(operation, self.arena[self._offsets[slot] :], *self._forms[slot.operand])
+
+    @cached_property
+    def _forms(self) -> dict[str, tuple[np.dtype[Any], int]]:
+        """The dtype of an operand in slots, and what `group_width` returns for it."""
+        plan = self._plan
+        return {x: (numpy_dtype(plan.problem.dtypes[x]), group_width(plan, x)) for x in "ABC"}
 
     def checksum_bytes(self, slot: Slot) -> Array:
         """Return the checksums in a slot for C, as bytes. They follow the data; a Download copies both."""
@@ -102,6 +248,8 @@ class HostSlots:
         Raises:
             ExecutionError: the system refuses a thread.
         """
+        if not self._waiting:
+            return
         with self._starting:
             try:
                 for slot in self._waiting:
@@ -152,11 +300,22 @@ class HostSlots:
         self.arena = self.arena[:0].copy()
 
 
-# A function that is called with each part of a block: its rows and columns in the stored operand, its data.
-OnPart = Callable[[Range, Range, Array], None]
-# A function that reads, writes or inspects a part of a matrix, and its call for one part.
-OnMatrix = Callable[[Matrix, Range, Range, Array], None]
-Work = Callable[[], None]
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How blocks of an operand are read or written.
+
+    Attributes:
+        matrix: what they are read from, or written to.
+        cutter: cuts them into parts.
+        pool, threads: the threads that move parts, and how many of them move parts of one block.
+        pooled: whether only these threads may move parts.
+    """
+
+    matrix: Matrix
+    cutter: Cutter
+    pool: ThreadPoolExecutor
+    threads: int
+    pooled: bool
 
 
 class Transfers:
@@ -179,22 +338,33 @@ class Transfers:
             for reads, name in ((True, "oocgemm-reader"), (False, "oocgemm-writer")):
                 self._pools[reads] = ThreadPoolExecutor(self._threads, thread_name_prefix=name)
         self._remote: dict[tuple[str, bool], ThreadPoolExecutor] = {}
-        self._layouts = plan.layouts.by_operand
-        for name, layout in self._layouts.items():
+        self._ways: dict[tuple[str, bool, bool], Way] = {}
+        for name, layout in plan.layouts.by_operand.items():
             if layout.requests:
                 for kind in (True, False) if name == "C" else (True,):
                     self._remote[name, kind] = ThreadPoolExecutor(
                         layout.requests, thread_name_prefix=f"oocgemm-requests-{name}"
                     )
 
-    @cached_property
-    def _mirrors(self) -> bool:
-        """Whether strips of C are mirrored at its diagonal, or cut there."""
-        return self._plan.problem.cover.halves and not self._plan.problem.sink.per_row
+        # Whether strips of C are mirrored at its diagonal, or cut there.
+        self._mirrors = plan.problem.cover.halves and not plan.problem.sink.per_row
+        self._keeps_outside = plan.setting.keeps_outside
+        self._encodes = plan.layouts.codings.c is not None  # the GPU encodes C
 
-    @cached_property
-    def _keeps_outside(self) -> bool:
-        return self._plan.setting.keeps_outside
+    def _way(self, operand: str, *, reading: bool, copied: bool = False) -> Way:
+        """Return how blocks of an operand are read or written, perhaps after they are `copied`."""
+        key = operand, reading, copied
+        if key not in self._ways:
+            matrix, planned = self._operands[operand], self._plan.layouts.by_operand[operand]
+            if reading and operand == "C":
+                matrix = self._operands.get("D", matrix)
+            layout, pool = matrix.layout, self._remote.get((operand, reading)) or self._pools[reading]
+            # A codec must run in the pool's threads, because the budget contains scratch memory only for
+            # these. So must a request, so that no more are in flight than the plan says.
+            pooled = layout.decode_bytes or layout.writing.encode_bytes or layout.requests
+            cutter = Cutter(matrix, self._threads, reading=reading, copied=copied)
+            self._ways[key] = Way(matrix, cutter, pool, planned.requests or self._threads, bool(pooled))
+        return self._ways[key]
 
     def read(self, operation: Operation, columns: Sequence[Array], on_part: OnPart | None = None) -> None:
         """Read a block from its store into `columns`, part by part.
@@ -204,9 +374,8 @@ class Transfers:
         Raises:
             ExecutionError: a part cannot be read; the message names the store and the range.
         """
-        blocks = located(self._plan, operation, columns)
-        pool = self._remote.get((operation.operand, True)) or self._pools[True]
-        self._each(operation, self._parts(operation, blocks, partial(self._read, on_part)), pool)
+        way = self._way(operation.operand, reading=True)
+        self._run(way, self._parts(way, located(operation, columns), partial(self._read, on_part)))
 
     def write(self, operation: Operation, columns: Sequence[Array]) -> None:
         """Write a block from `columns` to its store. Strips of a Gram matrix are mirrored first.
@@ -214,20 +383,20 @@ class Transfers:
         Raises:
             ExecutionError: a part cannot be written; the message names the store and the range.
         """
-        pool = self._remote.get((operation.operand, False)) or self._pools[False]
-        if self._plan.layouts.codings.c:
-            self._each(operation, self._frames(operation, columns[0]), pool)
+        way = self._way(operation.operand, reading=False, copied=self._keeps_outside)
+        if self._encodes:
+            self._run(way, self._frames(operation, columns[0]))
             return
-        blocks, work = list(located(self._plan, operation, columns)), list[Work]()
-        write: OnMatrix = self.write_part
-        if self._mirrors:
-            complete(self._plan, operation, columns)
-            below = mirrored(self._plan, operation, blocks)
-            work = self._parts(operation, below, self._write_adjoint, copied=True)
-            blocks = list(trimmed(self._plan, operation, blocks))
-            write = self._write_triangle if self._plan.problem.triangle else write
-        copied = self._keeps_outside
-        self._each(operation, self._parts(operation, blocks, write, copied=copied) + work, pool)
+        if not self._mirrors:
+            self._run(way, self._parts(way, located(operation, columns), self.write_part))
+            return
+        blocks = list(located(operation, columns))
+        complete(self._plan, operation, columns)
+        below = mirrored(self._plan, operation, blocks)
+        turned = self._way(operation.operand, reading=False, copied=True)
+        work = self._parts(turned, below, self._write_adjoint)
+        write = self._write_triangle if self._plan.problem.triangle else self.write_part
+        self._run(way, self._parts(way, trimmed(self._plan, operation, blocks), write) + work)
 
     def _frames(self, operation: Operation, slot: Array) -> list[Work]:
         """Return a call for each chunk of a strip of C that the GPU has compressed, which writes it."""
@@ -262,39 +431,27 @@ class Transfers:
 
     def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
         """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
-        blocks = located(self._plan, operation, columns)
+        way = self._way(operation.operand, reading=False)
         act: OnMatrix = lambda matrix, rows, cols, part: on_part(rows, cols, part)  # noqa: E731
-        self._each(operation, self._parts(operation, blocks, act), self._pools[False])
+        self._run(way, self._parts(way, located(operation, columns), act), self._pools[False])
 
-    def _parts(
-        self,
-        operation: Operation,
-        blocks: Iterable[tuple[Range, Range, Array]],
-        act: OnMatrix,
-        *,
-        copied: bool = False,
-    ) -> list[Work]:
-        """Cut blocks of an operand into parts, and return a call of `act`, which may copy it, for each."""
-        matrix, reading = source_of(self._operands, operation), operation.kind is Kind.READ
+    def _parts(self, way: Way, blocks: Iterable[tuple[Range, Range, Array]], act: OnMatrix) -> list[Work]:
+        """Cut blocks of an operand into parts, and return a call of `act` for each."""
         return [
             partial(
-                act, matrix, r, c, block[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
+                act, way.matrix, r, c, block[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
             )
             for rows, cols, block in blocks
-            for r, c in parts(matrix, rows, cols, self._threads, reading=reading, copied=copied)
+            for r, c in way.cutter.parts(rows, cols)
         ]
 
-    def _each(self, operation: Operation, work: Sequence[Work], pool: ThreadPoolExecutor) -> None:
+    def _run(self, way: Way, work: Sequence[Work], pool: ThreadPoolExecutor | None = None) -> None:
         """Process the parts of a block in the threads of a pool; return when all have been processed."""
-        matrix = source_of(self._operands, operation)
-        # Process a single part in this thread: passing it to another one takes as long as copying it. A codec
-        # must run in the pool's threads, because the budget contains scratch memory only for these.
-        # So must a request, so that no more are in flight than the plan says.
-        layout = matrix.layout
-        needs_pool = layout.decode_bytes or layout.writing.encode_bytes or layout.requests
-        if len(work) == 1 and not needs_pool:
+        # Process a single part in this thread: passing it to another one takes as long as copying it.
+        if len(work) == 1 and not way.pooled:
             work[0]()
             return
+        pool = pool or way.pool
         left = iter(work)
 
         def take() -> None:
@@ -309,8 +466,7 @@ class Transfers:
                 deque(left, maxlen=0)  # empties the iterator: the other threads start no further part
                 raise
 
-        threads = self._layouts[operation.operand].requests or self._threads
-        futures = [pool.submit(take) for _ in range(min(threads, len(work)))]
+        futures = [pool.submit(take) for _ in range(min(way.threads, len(work)))]
         wait(futures)
         for future in futures:
             future.result()
@@ -357,14 +513,70 @@ class Transfers:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def source_of(operands: Mapping[str, Matrix], operation: Operation) -> Matrix:
-    """Return the matrix of an operation: for a load of a strip of C, the further matrix D if there is one."""
-    loads = operation.kind in (Kind.READ, Kind.UPLOAD)
-    merges = loads and operation.operand == "C" and "D" in operands
-    return operands["D" if merges else operation.operand]
+def host_block(
+    plan: Plan, matrix: Matrix, operation: Operation, transfer: OnMatrix
+) -> Pinned | Pageable | Found:
+    """Return the block of an Upload or a Download in the memory of `matrix`, or in its file.
+
+    `transfer` copies parts of a pageable block from or to the matrix. Of a sparse C, the result takes the
+    elements that the device has found.
+    """
+    if plan.problem.sink.bounded and isinstance(matrix, Collecting):
+        return Found(partial(matrix.put, operation.m, operation.n))
+    (top, bottom), (left, right) = operation.stored
+    if plan.is_direct(operation.operand):
+        return Pinned(memory(matrix)[top:bottom, left:right])
+
+    coding = plan.layouts.coding(operation.operand)
+    rows, cols, uploading = (top, bottom), (left, right), operation.kind is Kind.UPLOAD
+    if coding is None or in_memory(matrix) is not None:
+        return pageable(matrix, rows, cols, transfer, uploading=uploading)
+    assert isinstance(matrix, Coded)
+
+    def fetch(rows: Range, cols: Range, out: Array) -> list[Fetched]:
+        block = (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1])
+        return [each.counted_from(top, left) for each in matrix.fetch(*block, out)]
+
+    plain, codec = (
+        _in_chunks(matrix, rows, cols, transfer, None),
+        Codec.of(coding.codec, matrix.dtype.itemsize),
+    )
+    return Compressed(
+        plain.shape, plain.dtype, plain.move, plain.chunk, plain.origin, codec=codec, fetch=fetch
+    )
 
 
-class Staging:
+def pageable(matrix: Matrix, rows: Range, cols: Range, transfer: OnMatrix, *, uploading: bool) -> Pageable:
+    """Return a block of a matrix in pageable memory, or in files. `transfer` is as for `host_block`."""
+    whole = in_memory(matrix)
+    if whole is None:
+        chunks = cached_chunks(matrix) if uploading else None
+        stored = None if chunks is None else CachedBlock(chunks, rows[0], cols[0])
+        return _in_chunks(matrix, rows, cols, transfer, stored)
+    array = whole[slice(*rows), slice(*cols)]
+
+    def copy(rows: Range, cols: Range, part: Array) -> None:
+        found = array[slice(*rows), slice(*cols)]
+        np.copyto(*((part, found) if uploading else (found, part)), casting="equiv")
+
+    contiguous = array.dtype == matrix.dtype and array.strides[1] == array.itemsize
+    return Pageable(array.shape, matrix.dtype, copy, memory=array if contiguous else None)
+
+
+def _in_chunks(
+    matrix: Matrix, rows: Range, cols: Range, transfer: OnMatrix, stored: CachedBlock | None
+) -> Pageable:
+    (top, bottom), (left, right) = rows, cols
+
+    def move(rows: Range, cols: Range, part: Array) -> None:
+        transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)
+
+    chunk = matrix.layout.read_chunk
+    place = chunk, (top % chunk[0], left % chunk[1])
+    return Pageable((bottom - top, right - left), matrix.dtype, move, *place, stored=stored)
+
+
+class Staging(Transfers):
     """Moves blocks of the operands between stores and host slots, and returns where each block is."""
 
     def __init__(
@@ -387,68 +599,46 @@ class Staging:
         Raises:
             ExecutionError: the system refuses a thread.
         """
-        self._plan = plan
+        super().__init__(plan, operands, retries or Retries())
         self._pin = pin
-        self._slots = HostSlots(plan, pin, arena)
-        self._operands = operands
-        self._transfers = Transfers(plan, operands, retries or Retries())
+        self.slots = HostSlots(plan, pin, arena)
+        self._streams = {x for x in "ABC" if plan.slots.streams(x)}
+        # The arrays of operands that the device copies directly. D is read in place of C.
+        self._direct = {
+            name: memory(matrix)
+            for name, matrix in operands.items()
+            if plan.is_direct("C" if name == "D" else name) and not isinstance(matrix, Collecting)
+        }
         self._read_before: set[Slot] = set()
-        if plan.slots.streams("A") and plan.slots.streams("B"):  # no Read would be delayed
-            self._slots.start_prefault()
-
-    @property
-    def arena(self) -> Array:
-        """The memory of all host slots, as bytes."""
-        return self._slots.arena
-
-    @property
-    def retried(self) -> list[str]:
-        """The error messages of the reads that failed and were tried again, one per retry."""
-        return self._transfers.retried
-
-    def is_in_place(self, operation: Operation) -> bool:
-        """Return whether the CPU multiplies an operation's block where it is in the caller's memory."""
-        return operation.operand in self._plan.in_place
-
-    def columns(self, slot: Slot, operation: Operation) -> list[Array]:
-        """Return the memory for an operation's block in a host slot, as arrays of the stored operand.
-
-        Each array is a range of the block's columns, contiguous in memory.
-        """
-        return self._slots.columns(slot, operation)
-
-    def checksum_bytes(self, slot: Slot) -> Array:
-        """Return the checksums in a host slot for C. They follow the data; a Download copies both."""
-        return self._slots.checksum_bytes(slot)
-
-    def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Range, Range, Array]]:
-        """Yield (rows, columns, array) for each group of columns of a panel or strip.
-
-        `rows` and `columns` are ranges of the operand as it is stored, before op().
-        """
-        return located(self._plan, operation, columns)
+        if {"A", "B"} <= self._streams:  # no Read would be delayed
+            self.slots.start_prefault()
 
     def upload_source(self, operation: Operation) -> HostBlock:
         """Return the host memory that an Upload copies from: its host slot, or the operand's memory."""
-        if self._plan.slots.streams(operation.operand):
-            matrix = source_of(self._operands, operation)
-            return host_block(self._plan, matrix, operation, self._transfers.read_part)
-        return self.columns(operation.reads[0].slot, operation)
+        operand = operation.operand
+        if operand not in self._streams:
+            return self.slots.columns(operation.reads[0].slot, operation)
+        name = "D" if operand == "C" and "D" in self._operands else operand
+        return self._in_memory(name, operation, self.read_part)
 
     def prepare_download(self, operation: Operation) -> HostBlock:
         """Return the host memory that a Download copies to: its host slot, or C's memory.
 
         Waits until the slot has been prefaulted.
         """
-        if self._plan.slots.streams("C"):
-            return host_block(self._plan, self._operands["C"], operation, self._transfers.write_part)
+        if "C" in self._streams:
+            return self._in_memory("C", operation, self.write_part)
         slot = operation.writes[0].slot
-        self._slots.await_prefault(slot)
-        return self.columns(slot, operation)
+        self.slots.await_prefault(slot)
+        return self.slots.columns(slot, operation)
 
-    def await_prefault(self, slot: Slot) -> None:
-        """Wait until a host slot has been prefaulted. Return at once if stores, not the device, fill it."""
-        self._slots.await_prefault(slot)
+    def _in_memory(self, name: str, operation: Operation, transfer: OnMatrix) -> HostBlock:
+        """Return the block of an operation in the memory of an operand, or in its file."""
+        direct = self._direct.get(name)
+        if direct is None:
+            return host_block(self._plan, self._operands[name], operation, transfer)
+        (top, bottom), (left, right) = operation.stored
+        return Pinned(direct[top:bottom, left:right])
 
     def transfer(self, operation: Operation, columns: Sequence[Array], on_part: OnPart | None = None) -> None:
         """Run a Read (store to host slot) or a Write (host slot to store) in the reader or writer threads.
@@ -462,27 +652,19 @@ class Staging:
             ExecutionError: a part cannot be read or written; the message names the store and the range.
         """
         if operation.kind is not Kind.READ:
-            self._transfers.write(operation, columns)
+            self.write(operation, columns)
             return
         slot = operation.writes[0].slot
         # Prefaulting the slots for C would delay the first reads. So it starts after them, when a slot is
         # filled for the second time.
         if slot in self._read_before:
-            self._slots.start_prefault()
+            self.slots.start_prefault()
         self._read_before.add(slot)
-        self._transfers.read(operation, columns, on_part)
+        self.read(operation, columns, on_part)
         if slot.tier is Tier.HOST:
             self._pin(columns)
 
-    def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
-        """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
-        self._transfers.inspect(operation, columns, on_part)
-
-    def stop(self) -> None:
-        """Stop retrying reads, and wake the threads that wait for a retry."""
-        self._transfers.stop()
-
     def close(self) -> None:
         """Join the threads and drop the host slots."""
-        self._slots.close()
-        self._transfers.close()
+        self.slots.close()
+        super().close()

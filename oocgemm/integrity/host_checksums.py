@@ -16,7 +16,7 @@ import numpy as np
 
 from oocgemm.backends.base import Array, HostBlock, numpy_dtype
 from oocgemm.backends.checksums import signs
-from oocgemm.engine.staging import Staging
+from oocgemm.engine.staging import Staging, located
 from oocgemm.integrity.rounding import add_product, block_norms, block_squares, signed, wide_dtype
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
 from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
@@ -187,7 +187,7 @@ class HostSums:
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """Return the computed and the predicted checksums of a strip of C. Call this once, as `expected`."""
-        parts = staging.groups(operation, columns)
+        parts = located(operation, columns)
         return self.expected(
             operation, *self._computed(operation, parts, sums_only=not self._problem.finishes)
         )

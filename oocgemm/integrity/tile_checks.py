@@ -81,7 +81,7 @@ from oocgemm.backends.base import (
     numpy_dtype,
 )
 from oocgemm.backends.checksums import ROW_WEIGHTS, WORD_WEIGHTS, random_words
-from oocgemm.engine.staging import Staging
+from oocgemm.engine.staging import Staging, located
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.host_checksums import HostSums, StripSums
 from oocgemm.integrity.rounding import Rounding, wide_dtype
@@ -164,7 +164,7 @@ class DeviceSums:
             staging.transfer(operation, columns, digest)
         else:
             staging.transfer(operation, columns)
-            for part in staging.groups(operation, columns):
+            for part in located(operation, columns):
                 digest(*part)
         self._digests[operation.writes[0].slot] = digest.value
 
@@ -193,7 +193,7 @@ class DeviceSums:
         staging.inspect(operation, columns, digest)
         start = perf_counter_ns()
         room, problem = self._summing.room, self._problem
-        downloaded = staging.checksum_bytes(operation.reads[0].slot)
+        downloaded = staging.slots.checksum_bytes(operation.reads[0].slot)
         (height, width), strip = map(length, operation.stored), self._plan.slots.strip
         rows, cols = borders(height, strip), borders(width, width)
         blocks = len(rows) - 1, len(cols) - 1

@@ -191,7 +191,7 @@ def execute(
             with outside_kept(job.plan, target.matrix):
                 facts["checks"] = _checked(job.plan, session, run)
             _note(staging.retried, facts["retried"])
-            facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
+            facts["held"] = {"device": session.device_bytes(), "host": staging.slots.arena.nbytes}
             kernels = session.kernels_used()
             if target.whole and _needs_samples(job):
                 staging.close()
@@ -259,7 +259,7 @@ def _freeing(staging: Staging, session: ExitStack) -> Iterator[None]:
     """
 
     def free() -> None:
-        arena = staging.arena  # mapped until it is unpinned
+        arena = staging.slots.arena  # mapped until it is unpinned
         staging.close()
         session.close()
         del arena

@@ -35,7 +35,7 @@ from oocgemm import stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Correction, Swept
 from oocgemm.backends.base import Numbers as LineNumbers
-from oocgemm.engine.host_blocks import pageable
+from oocgemm.engine.staging import pageable
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.options import Operand, Size
 from oocgemm.jobs.steps import (

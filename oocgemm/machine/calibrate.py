@@ -23,8 +23,7 @@ from oocgemm import backends, stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
 from oocgemm.engine.executor import Run
-from oocgemm.engine.host_blocks import located, slot_views
-from oocgemm.engine.staging import Staging, Transfers
+from oocgemm.engine.staging import Staging, Transfers, group_width, located, slot_views
 from oocgemm.errors import BackendError, InputError
 from oocgemm.machine.workbench import (
     Workbench,
@@ -446,8 +445,8 @@ def _written(
     layouts = replace(plan.layouts, c=matrix.layout)
     plan = replace(plan, layouts=layouts)
     fill = block_copy(Kind.WRITE, "C", (0, rows), (0, cols), source.itemsize)
-    columns = slot_views(plan, fill, allocate(source.nbytes), source.dtype)
-    for _, (first, last), part in located(plan, fill, columns):
+    columns = slot_views(fill, allocate(source.nbytes), source.dtype, group_width(plan, "C"))
+    for _, (first, last), part in located(fill, columns):
         part[...] = source[:, first:last]
     with closing(Transfers(plan, {"C": matrix}, Retries())) as transfers:
 

@@ -190,7 +190,7 @@ class Workbench:
         """Return the memory that a Read fills: the host buffer, or the device's if the device is the host."""
         if self.plan.machine.unified:
             return self.session.view(operation, operation.writes[0])
-        return self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)[0]
+        return self.staging.slots.columns(Slot(Tier.HOST, operation.operand, 0), operation)[0]
 
     def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
         """Run operations in order. Return the start and end of each, in nanoseconds of the host clock."""
@@ -240,8 +240,8 @@ class Workbench:
         host: list[Array] = []
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
             slot = Slot(Tier.HOST, operation.operand, 0)
-            self.staging.await_prefault(slot)
-            host = self.staging.columns(slot, operation)
+            self.staging.slots.await_prefault(slot)
+            host = self.staging.slots.columns(slot, operation)
         with self.session.worker(Stream(operation.device, operation.stream)):
             return self.session.submit(operation, host, after)
 

@@ -40,7 +40,7 @@ from keeping import here
 from linked import CORES, linked_zarr
 
 from oocgemm import stores
-from oocgemm.engine.host_blocks import MAX_PIECE_BYTES
+from oocgemm.engine.staging import MAX_PIECE_BYTES
 from oocgemm.planning.units import format_size
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from oocgemm.engine.host_blocks import parts
+from oocgemm.engine.staging import Cutter
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 from oocgemm.system.threads import short_switch_interval
 
@@ -28,7 +28,7 @@ def ours(matrix: Matrix, slot: Array, pool: ThreadPoolExecutor) -> Iterator[None
             for left in range(cols[0], cols[1], width):
                 group = left, min(cols[1], left + width)
                 data = slot[PANEL * (left - cols[0]) : PANEL * (group[1] - cols[0])].reshape(PANEL, -1)
-                for r, c in parts(matrix, rows, group, THREADS, reading=True):
+                for r, c in Cutter(matrix, THREADS, reading=True).parts(rows, group):
                     part = data[r[0] - rows[0] : r[1] - rows[0], c[0] - left : c[1] - left]
                     work.append((r, c, part))
             in_threads(pool, THREADS, matrix.read, work)

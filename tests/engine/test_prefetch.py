@@ -136,7 +136,7 @@ def test_files_that_python_reads_are_left_to_the_run(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads that fail are repeated for some seconds. Only a run can be told to stop that."""
-    monkeypatch.setattr("oocgemm.engine.host_blocks.cached_chunks", lambda matrix: None)
+    monkeypatch.setattr("oocgemm.engine.staging.cached_chunks", lambda matrix: None)
     right, copied = output.create_output, list[bool]()
 
     def create(*arguments: Any) -> Any:

@@ -172,7 +172,7 @@ def test_slots_for_c_are_prefaulted_while_operands_are_uploaded(
     started, right = [], Staging.upload_source
 
     def upload_source(self: Staging, operation: Operation) -> Any:
-        started.append(len(self._slots._prefaulted))
+        started.append(len(self.slots._prefaulted))
         return right(self, operation)
 
     def refuse(*given: Any) -> Any:

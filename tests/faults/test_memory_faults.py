@@ -20,7 +20,7 @@ import pytest
 import oocgemm
 from oocgemm import ExecutionError, InputError, OutOfMemoryError, stores
 from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
-from oocgemm.engine import host_blocks
+from oocgemm.engine import staging
 from oocgemm.engine.staging import Staging
 from oocgemm.jobs import output
 from oocgemm.jobs import prepare as budgets_module
@@ -171,13 +171,13 @@ def test_slots_are_pinned_by_the_thread_that_faults_them_in(tmp_path: Path) -> N
     def lock(columns: Sequence[Any]) -> None:
         locked.setdefault(threading.current_thread().name, []).append([part.copy() for part in columns])
 
-    slots, plan = staging_of(tmp_path, 3, lock)
+    moving, plan = staging_of(tmp_path, 3, lock)
     read = first_read(plan)
-    slots.transfer(read, slots.columns(read.writes[0].slot, read))
+    moving.transfer(read, moving.slots.columns(read.writes[0].slot, read))
     for operation in plan.schedule():
         if operation.kind is Kind.WRITE:
-            slots.await_prefault(operation.reads[0].slot)
-    slots.close()
+            moving.slots.await_prefault(operation.reads[0].slot)
+    moving.close()
     (m0, m1), (k0, k1) = read.block
     here = threading.current_thread().name
     assert np.array_equal(locked[here][0][0], A[m0:m1, k0:k1])
@@ -192,18 +192,18 @@ def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """After the error no thread writes to the panel's buffer any more, since it may be used again."""
-    monkeypatch.setattr(host_blocks, "MIN_PIECE_BYTES", 160)
-    monkeypatch.setattr(host_blocks, "MAX_PIECE_BYTES", 160)
+    monkeypatch.setattr(staging, "MIN_PIECE_BYTES", 160)
+    monkeypatch.setattr(staging, "MAX_PIECE_BYTES", 160)
     fault = Fault(ValueError("wrong"), times=1, delay=0.01)
-    slots, plan = staging_of(tmp_path, threads, read_A=fault)
+    moving, plan = staging_of(tmp_path, threads, read_A=fault)
     operation = first_read(plan)
-    columns = slots.columns(operation.writes[0].slot, operation)
+    columns = moving.slots.columns(operation.writes[0].slot, operation)
     with pytest.raises(ExecutionError, match="wrong"):
-        slots.transfer(operation, columns)
+        moving.transfer(operation, columns)
     calls = fault.calls
     time.sleep(0.05)
     assert fault.calls == calls < len(columns[0]) // 2
-    slots.close()
+    moving.close()
 
 
 def test_an_error_that_is_kept_keeps_no_slots(tmp_path: Path) -> None:

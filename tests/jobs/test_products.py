@@ -9,12 +9,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import zarr
+import zarr.codecs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.host.blas import numpy_gemm
-from oocgemm.engine import host_blocks
+from oocgemm.engine import staging
 from oocgemm.errors import InputError
 from oocgemm.planning import Op
 from oocgemm.stores import zarr_chunks as chunks
@@ -139,7 +140,7 @@ def test_compressed_panels_are_exact_and_decoded_in_place(
     plainly = Encoding.decode
     with (
         running_on(engine, io_threads=2) as options,
-        patch.object(host_blocks, "BATCH_BYTES", 1),
+        patch.object(staging, "BATCH_BYTES", 1),
         patch.object(chunks, "MAX_DECODED", 0),  # smaller chunks are decoded in scratch memory
         patch.object(Encoding, "decode", decode),
     ):
@@ -175,7 +176,7 @@ def test_chunks_of_c_come_whole_and_exact_from_their_slots(
     plainly = Encoding.encode
     with (
         running_on(engine, io_threads=2) as options,
-        patch.object(host_blocks, "BATCH_BYTES", 1),
+        patch.object(staging, "BATCH_BYTES", 1),
         patch.object(Encoding, "encode", encode),
     ):
         given: dict[str, Any] = {"beta": 1, "verify": verify, "tile": "24x36x10"}

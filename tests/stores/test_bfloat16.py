@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+import zarr.codecs
 
 import oocgemm
 from oocgemm.backends.base import numpy_dtype

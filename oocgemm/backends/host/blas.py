@@ -65,7 +65,7 @@ def syrk(trans: Op, alpha: float, a: Array, beta: float, c: Array, *, upper: boo
     """
     function = _cblas_syrk()
     if function is None or not a.size or not c.size:
-        gemm(trans, Op.N if trans.swaps else Op.T, alpha, a, a, beta, c)
+        gemm(trans, Op.T if trans is Op.N else Op.N, alpha, a, a, beta, c)
         return
     if beta == 0:
         # Some versions of OpenBLAS multiply the old elements by 0, which keeps NaN.
@@ -89,7 +89,7 @@ def numpy_gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, bet
 
 
 def _view(trans: Op, x: Array) -> Array:
-    return x.T if trans.swaps else x
+    return x if trans is Op.N else x.T
 
 
 def _scale(beta: complex, c: Array) -> None:
@@ -227,7 +227,7 @@ def _cblas_syrk() -> Callable[[Op, float, Array, float, Array, bool], None] | No
     functions = {dtype: _bound("syrk", dtype) for dtype in ("float32", "float64")}
 
     def call(trans: Op, alpha: float, a: Array, beta: float, c: Array, upper: bool) -> None:
-        n, k = len(c), a.shape[0] if trans.swaps else a.shape[1]
+        n, k = len(c), a.shape[1] if trans is Op.N else a.shape[0]
         _check_extents(n, n, k, a, c)
         functions[c.dtype.name](
             *(_ROW_MAJOR, _UPPER if upper else _LOWER, _TRANS[trans], n, k, alpha),
@@ -246,7 +246,7 @@ def _cblas_gemm() -> Gemm | None:
 
     def call(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
         m, n = c.shape
-        k = a.shape[0] if trans_a.swaps else a.shape[1]
+        k = a.shape[1] if trans_a is Op.N else a.shape[0]
         _check_extents(m, n, k, a, b, c)
         vector = _as_gemv(trans_a, trans_b, a, b, c)
         if vector is not None and beta == 0:
@@ -282,8 +282,8 @@ def _as_gemv(
     """
     conjugates = c.dtype.kind == "c"
     if c.shape[1] == 1 and not (conjugates and trans_b is Op.C):
-        return trans_a, a, b, 1 if trans_b.swaps else _leading(b), _leading(c)
+        return trans_a, a, b, _leading(b) if trans_b is Op.N else 1, _leading(c)
     if c.shape[0] == 1 and not (conjugates and Op.C in (trans_a, trans_b)):
         # One row: C^T = op(B)^T op(A)^T.
-        return Op.N if trans_b.swaps else Op.T, b, a, _leading(a) if trans_a.swaps else 1, 1
+        return Op.T if trans_b is Op.N else Op.N, b, a, 1 if trans_a is Op.N else _leading(a), 1
     return None

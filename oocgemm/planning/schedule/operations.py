@@ -63,7 +63,7 @@ STORE_KINDS = (Kind.READ, Kind.WRITE)
 NOTHING: Range = (0, 0)
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """Where a tile is: in C, by its `rows` and `cols`, and on the device, in an accumulator.
 
     `parts` is the number of its strips. `staircase` tells that they differ in width (`TileGrid`).
@@ -118,16 +118,17 @@ class Schedule:
         """
         strips_done = prepared = 0
         selecting = Selecting(self) if self.lowered.per_row else None
-        grid, depths, square = self.grid, self._depths, self.grid.cover.square
+        grid, shape, depths, square = self.grid, self.grid.tile, self._depths, self.grid.cover.square
         for position, tile in enumerate(self.tiles):
-            m, n = grid.rows(tile[0]), grid.cols(tile[1])
+            top, left = tile[0] * shape.m, tile[1] * shape.n
+            m, n = (top, min(top + shape.m, grid.m)), (left, min(left + shape.n, grid.n))
             cuts = range(m[0], m[1], self.slots.strip)
             strips = [
                 (i, (top, min(top + self.slots.strip, m[1]))) for i, top in enumerate(cuts, strips_done)
             ]
             strips_done += len(strips)
             c_slot = slot_of(Tier.DEVICE, "C", position % self.slots.c, self.device)
-            place = Place(tile, m, n, c_slot, len(strips), square and grid.is_staircase(tile))
+            place = TilePlace(tile, m, n, c_slot, len(strips), square and grid.is_staircase(tile))
             first_step = -1
             left = len(depths)
             for by_strips, group in placing.groups(position):
@@ -149,7 +150,7 @@ class Schedule:
 
     def _batch(
         self,
-        place: Place,
+        place: TilePlace,
         group: Sequence[Step],
         planes: Mapping[int, Region],
         old_c: Sequence[tuple[int, Range]],
@@ -260,7 +261,7 @@ class Schedule:
         self,
         kind: Kind,
         operand: str,
-        place: Place,
+        place: TilePlace,
         step: int,
         reads: tuple[Region, ...],
         writes: tuple[Region, ...],
@@ -286,7 +287,7 @@ class Schedule:
         return Operation(*given, first, coded, self.device, turned, peer, lane, stream, stored, whole, parts)
 
     def _load_panel(
-        self, operand: str, place: Place, line: Range, step: int, placed: Placed
+        self, operand: str, place: TilePlace, line: Range, step: int, placed: Placed
     ) -> Iterator[Operation]:
         """Load a panel of op(A) or op(B) unless it is cached.
 
@@ -313,7 +314,7 @@ class Schedule:
             yield self.operation(Kind.READ, operand, place, step, (), (host,), *at)
         yield self.operation(Kind.UPLOAD, operand, place, step, (host,), (device,), *at)
 
-    def _inputs(self, place: Place, k: Range, a: Placed, b: Placed) -> tuple[Region, ...]:
+    def _inputs(self, place: TilePlace, k: Range, a: Placed, b: Placed) -> tuple[Region, ...]:
         """Return the regions of a step's panels."""
         (top, bottom), (left, right), depth = place.rows, place.cols, k[1] - k[0]
         if depth == 0:
@@ -326,13 +327,13 @@ class Schedule:
             ),
         )
 
-    def _prepare(self, place: Place, step: int, reads: tuple[Region, ...], planes: Region) -> Operation:
+    def _prepare(self, place: TilePlace, step: int, reads: tuple[Region, ...], planes: Region) -> Operation:
         m, n, k = place.rows, place.cols, self._depths[step]
         size = self.problem.prepared_bytes(length(m), length(n), length(k))
         return self.operation(Kind.PREPARE, "P", place, step, reads, (planes,), m, n, k, size)
 
     def _multiply(
-        self, place: Place, rows: Range, step: int, inputs: tuple[Region, ...], *, first: bool
+        self, place: TilePlace, rows: Range, step: int, inputs: tuple[Region, ...], *, first: bool
     ) -> Operation:
         lowered, n, k = self.lowered, self._span(place, rows), self._depths[step]
         c, sums = self._in_tile(place, rows), self._sums(place, rows)
@@ -346,7 +347,7 @@ class Schedule:
         )
 
     def _load_c(
-        self, place: Place, rows: Range, number: int, slot: Slot, *, whole_tile: bool
+        self, place: TilePlace, rows: Range, number: int, slot: Slot, *, whole_tile: bool
     ) -> Iterator[Operation]:
         """Load the old elements of a strip (some rows of a tile) of C, to which beta applies.
 
@@ -365,7 +366,7 @@ class Schedule:
             yield self.operation(Kind.READ, "C", place, 0, (), sources, *at)
         yield self.operation(Kind.UPLOAD, "C", place, 0, sources, targets, *at)
 
-    def _drain(self, place: Place, rows: Range, number: int) -> Iterator[Operation]:
+    def _drain(self, place: TilePlace, rows: Range, number: int) -> Iterator[Operation]:
         """Finish rows of the accumulator (apply alpha and beta), download them and write them to storage."""
         lowered, last = self.lowered, len(self._depths) - 1
         n, size, host = self._strip_parts(place, rows, number)
@@ -395,7 +396,7 @@ class Schedule:
                 *(Kind.WRITE, "C", place, last, (host,), (), *at, written), parts=place.parts
             )
 
-    def _strip_parts(self, place: Place, rows: Range, number: int) -> tuple[Range, int, Region]:
+    def _strip_parts(self, place: TilePlace, rows: Range, number: int) -> tuple[Range, int, Region]:
         """Return (range of columns, size in bytes, region of a host slot) of a strip of C.
 
         The strip consists of the given `rows` of a tile. `number` is its number in the run. Strips use the
@@ -406,7 +407,7 @@ class Schedule:
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c), self.device), 0, elements)
         return n, elements // self.lowered.one_in * self.lowered.panels["C"].itemsize, host
 
-    def _sums(self, place: Place, rows: Range) -> tuple[Region, ...]:
+    def _sums(self, place: TilePlace, rows: Range) -> tuple[Region, ...]:
         """Return the region of the checksums of `rows` of a tile, in a tuple.
 
         The tuple is empty unless the device computes checksums.
@@ -424,11 +425,11 @@ class Schedule:
         strips = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
         return (Region(slot_of(Tier.DEVICE, "S", place.slot.index, self.device), *strips),)
 
-    def _span(self, place: Place, rows: Range) -> Range:
+    def _span(self, place: TilePlace, rows: Range) -> Range:
         """Return the columns of C that are computed in some rows of a tile."""
         return self.grid.span(place.tile, rows) if place.staircase else place.cols
 
-    def _in_tile(self, place: Place, rows: Range) -> Region:
+    def _in_tile(self, place: TilePlace, rows: Range) -> Region:
         """Return the region of some rows of the tile in its accumulator."""
         if place.staircase:
             return Region(place.slot, *(self.grid.above(place.tile, row) for row in rows))
@@ -449,7 +450,7 @@ class Selecting:
         if self._halves:
             self._last = {line: position for position, tile in enumerate(tiles) for line in tile}
 
-    def operations(self, position: int, place: Place, strips: Sequence[Range]) -> Iterator[Operation]:
+    def operations(self, position: int, place: TilePlace, strips: Sequence[Range]) -> Iterator[Operation]:
         """Yield the operations of the tile at `position`. `strips` are the rows of all of its strips."""
         tile = place.tile
         first = tile[0] not in self._begun and not self._halves
@@ -465,7 +466,7 @@ class Selecting:
             for rows in strips:
                 yield self._leave(place, rows)
 
-    def _finish(self, place: Place, rows: Range, *, first: bool) -> Operation:
+    def _finish(self, place: TilePlace, rows: Range, *, first: bool) -> Operation:
         """Return the operation that updates what is kept of the rows of a strip, and of its columns."""
         cols, step = self._grid.span(place.tile, rows), self._grid.steps - 1
         elements = self._schedule._in_tile(place, rows)
@@ -474,7 +475,7 @@ class Selecting:
         reads = (elements,) if first else (elements, *kept)
         return self._schedule.operation(Kind.FINISH, "D", place, step, reads, kept, rows, cols, first=first)
 
-    def _leave(self, place: Place, rows: Range) -> Operation:
+    def _leave(self, place: TilePlace, rows: Range) -> Operation:
         """Return the operation that copies what is kept of some rows of C from the device."""
         kind = Kind.WRITE if self._schedule.slots.unified else Kind.DOWNLOAD
         size = length(rows) * self._per_row * self._schedule.lowered.panels["C"].itemsize
