@@ -37,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,12 @@ class Process:
     """A worker, with the job that it was given last.
 
     Attributes:
-        pid, handle: its number, and its pidfd. channel, folder: the socket to it, and its own folder; None if
-        an earlier server has started it. jobs: how many jobs it was given by this server. idle: whether it
-        has said that its job has ended and that it waits for another one. code: its exit status, or minus the
-        signal that killed it. None while it is alive, or if it is unknown.
+        pid, handle: its number, and its pidfd.
+        channel, folder: the socket to it, and its own folder; None if an earlier server has started it.
+        jobs: how many jobs it was given by this server.
+        idle: whether it has said that its job has ended and that it waits for another one.
+        code: its exit status, or minus the signal that killed it; None if it is alive or unknown.
+        device, kept, since: where it runs, what it occupies without a job, and since when it has none.
     """
 
     pid: int
@@ -86,6 +88,9 @@ class Process:
     jobs: int = 0
     idle: bool = False
     code: int | None = None
+    device: int = 0
+    kept: Need = field(default_factory=Need)
+    since: float = 0.0
 
     @property
     def dead(self) -> bool:
@@ -288,8 +293,8 @@ class WorkerPool:
         A worker waits for `keep` seconds for a job; if it is 0, each job gets a new worker.
         """
         self._folder, self._confine, self._keep, self._clock = folder, confine, keep, clock
-        self._idle: dict[int, tuple[Process, Need, float]] = {}  # by device: what it keeps, since when
-        self._ending: list[tuple[Process, int, Need]] = []
+        self._idle: dict[int, Process] = {}  # by device
+        self._ending: list[Process] = []
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_folders(folder)
 
@@ -300,68 +305,67 @@ class WorkerPool:
 
     def processes(self) -> list[Process]:
         """Return all workers without a job."""
-        return [each[0] for each in (*self._idle.values(), *self._ending)]
+        return [*self._idle.values(), *self._ending]
 
     def start(self, folder: Path, attempt: int, spec: dict[str, Any], device: int) -> Process:
         """Start an attempt in the idle worker of a device, or in a new one, which may have died at once."""
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if device in self._idle:
-            process, kept, _ = self._idle.pop(device)
+            process = self._idle.pop(device)
             try:
                 hand(process, folder, attempt, spec, device, self._confine)
                 return process
             except OSError:  # it has died
-                self._end(process, device, kept)
+                self._end(process)
         process = spawn(self._folder, folder / LOG)
         try:
             with suppress(ConnectionError):  # it has died
                 hand(process, folder, attempt, spec, device, self._confine)
         except OSError:
-            self._end(process, device, Need())
+            process.device = device
+            self._end(process)
             raise
         return process
 
     def rest(self, process: Process, device: int, spec: dict[str, Any], *, reuse: bool) -> None:
         """Take back a worker whose job has ended. It waits for the next job if `reuse`, or it ends."""
-        kept = KEPT if spec["options"]["backend"] == "cuda" else Need()
+        process.device, process.since = device, self._clock()
+        process.kept = KEPT if spec["options"]["backend"] == "cuda" else Need()
         if process.idle and process.folder is not None:
             clear(process)
         if reuse and process.idle and self._keep > 0 and device not in self._idle:
-            self._idle[device] = process, kept, self._clock()
+            self._idle[device] = process
         else:
-            self._end(process, device, kept)
+            self._end(process)
 
     def make_room(self, need: Need, device: int, running: Iterable[Running], limits: Limits) -> bool:
         """Return whether a job that fits beside `running` also fits beside the workers without a job.
 
         If not, these are killed, except that of its device, which the job gets.
         """
-        others = [(each, kept) for each, (_, kept, _) in self._idle.items() if each != device]
-        others += [(each, kept) for _, each, kept in self._ending]
-        if not others:
+        idle = [each for each in self._idle.values() if each.device != device]
+        needs = [(each.device, each.kept) for each in (*idle, *self._ending)]
+        if not needs:
             return True
-        host = need.host + sum(kept.host for _, kept in others)
-        memory = need.device + sum(kept.device for each, kept in others if each == device)
-        for one in running:
-            host += one.need.host
-            memory += one.need.device if one.device == device else 0
-        if host <= limits.host and memory <= limits.devices.get(device, 0):
+        needs += [(device, need), *((one.device, one.need) for one in running)]
+        memory = sum(each.device for where, each in needs if where == device)
+        if sum(each.host for _, each in needs) <= limits.host and memory <= limits.devices.get(device, 0):
             return True
-        for each in [each for each in self._idle if each != device]:
-            self._end_idle(each)
+        for each in idle:
+            self._end(self._idle.pop(each.device))
         return False
 
     def check(self) -> None:
         """End the workers that have waited too long, and forget those that have ended."""
-        for device, (process, _, since) in list(self._idle.items()):
-            if not process.ready or self._clock() - since >= self._keep:
-                self._end_idle(device)
-        for each in [each for each in self._ending if each[0].dead]:
+        for each in list(self._idle.values()):
+            if not each.ready or self._clock() - each.since >= self._keep:
+                self._end(self._idle.pop(each.device))
+        for each in [each for each in self._ending if each.dead]:
             self._ending.remove(each)
-            each[0].close()
-            if each[0].folder is not None:
-                shutil.rmtree(each[0].folder, ignore_errors=True)
+            each.close()
+            if each.folder is not None:
+                shutil.rmtree(each.folder, ignore_errors=True)
 
     def close(self) -> None:
         for process in self.processes():  # idle ones end since the socket is closed
@@ -369,14 +373,10 @@ class WorkerPool:
         self._idle.clear()
         self._ending.clear()
 
-    def _end_idle(self, device: int) -> None:
-        process, kept, _ = self._idle.pop(device)
-        self._end(process, device, kept)
-
-    def _end(self, process: Process, device: int, kept: Need) -> None:
+    def _end(self, process: Process) -> None:
         process.dismiss()
         process.send(signal.SIGKILL)  # it has no job, and nothing to finish
-        self._ending.append((process, device, kept))
+        self._ending.append(process)
 
 
 # Seconds between two passes of the loop if nothing happens: deadlines and delays of retries are seen so late.
@@ -411,7 +411,7 @@ class Dispatcher:
         self.starts: dict[str, float] = {}
         self._store, self._folder, self._limits, self._clock = store, folder, limits, clock
         self._processes: dict[str, Process] = {}
-        self._asked: dict[str, tuple[State, float]] = {}  # jobs whose process was asked to end, and when
+        self._asked: dict[str, float] = {}  # jobs whose process was asked to end, and when
         self._decided: tuple[Any, ...] = ()
         self._lock = _take(folder / "server.lock")
         self.workers = WorkerPool(folder / "workers", confine, keep)
@@ -511,9 +511,9 @@ class Dispatcher:
         now = time.monotonic()
         asked = self._asked.get(job.id)
         if asked is None:
-            self._asked[job.id] = (job.state, now)
+            self._asked[job.id] = now
             process.send(signal.SIGTERM)
-        elif now - asked[1] > GRACE:
+        elif now - asked > GRACE:
             process.send(signal.SIGKILL)
 
     def _forget(self, job: JobRecord) -> None:

@@ -176,17 +176,12 @@ class Transport:
         patience: float = PATIENCE,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> Answer:
-        """Send a request, and return the answer, whatever its status.
+        """Send a request, with `body` as JSON, and return the answer, whatever its status.
 
-        Args:
-            method, path: of the request. The path is below the root of the service, and may have a query.
-            body: plain data, sent as JSON; None sends no body.
-            headers: of the request.
-            patience: how long to repeat the request, in seconds.
-            answer_seconds: how long to wait for each part of an answer, in seconds.
-
-        Raises `UnavailableError` if there is no connection for longer than that, and `AccessError` if the
-        socket or the certificate of the server forbids it.
+        The path is below the root of the service. The request is repeated for `patience` seconds, and the
+        server has `answer_seconds` for each part of an answer. Raises `UnavailableError` if there is no
+        connection for longer than that, and `AccessError` if the socket or the certificate of the server
+        forbids it.
         """
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         backoff, lost = Backoff(patience), False
