@@ -9,7 +9,7 @@ import click
 import numpy as np
 from click.shell_completion import CompletionItem
 
-from oocgemm.cli.process import F, taking
+from oocgemm.cli.process import JSON, F, taking
 from oocgemm.jobs.options import Option, options_of, rendered, types_of
 from oocgemm.planning.parts.partition import MAX_WORKERS
 from oocgemm.stores.transform import Transform
@@ -129,6 +129,19 @@ def verb_options(verb: str | type, but: Iterable[str] = ()) -> Callable[[F], F]:
     """Return a decorator that adds to a command the options of a verb, or of a class of options."""
     names = [name for name, found in options_of(verb).items() if found.cli and name not in but]
     return taking(*(option(verb, name) for name in names))
+
+
+def verb_command(verb: str, *operands: str, **more: Any) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator that makes a command with operands, and with the options of a verb."""
+    arguments = [click.argument(name, type=Place()) for name in operands]
+
+    def make(function: Callable[..., Any]) -> click.Command:
+        made: click.Command = click.command(**more)(
+            taking(*arguments, verb_options(verb), JSON, QUIET)(function)
+        )
+        return made
+
+    return make
 
 
 def option(verb: str | type, name: str, shown: str | None = None) -> Callable[[F], F]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import stores
 from oocgemm.cli.display import doing
-from oocgemm.cli.parameters import QUIET, Place, verb_options
+from oocgemm.cli.parameters import QUIET, Place, verb_command, verb_options
 from oocgemm.cli.process import (
     JSON,
     print_interrupted,
@@ -56,18 +56,11 @@ def __getattr__(verb: str) -> click.Command:
             Destination.parse(out).check_place(lambda: 0)
         run_product(partial(getattr(oocgemm, verb), x), out, (x,), **options)
 
-    summary = support.VERBS[verb].command
-    x, saved = (click.argument(name, type=Place()) for name in ("x", "out"))
-    return click.command(verb.replace("_", "-"), help=summary)(
-        x(saved(verb_options(verb)(taking(JSON, QUIET)(run))))
-    )
+    name, summary = verb.replace("_", "-"), support.VERBS[verb].command
+    return verb_command(verb, "x", "out", name=name, help=summary)(run)
 
 
-@click.command()
-@click.argument("x", type=Place())
-@click.argument("out", type=Place())
-@verb_options("corr")
-@taking(JSON, QUIET)
+@verb_command("corr", "x", "out")
 def corr(x: str, out: str, topk: int | None, threshold: float | None, **options: Any) -> None:
     """Compute Pearson's correlation coefficients of the rows of X.
 
@@ -88,11 +81,7 @@ def corr(x: str, out: str, topk: int | None, threshold: float | None, **options:
     run_product(partial(correlation.corr, x, topk=topk, threshold=threshold), out, (x,), **options)
 
 
-@click.command()
-@click.argument("x", type=Place())
-@click.argument("out", type=Place())
-@verb_options("cov")
-@taking(JSON, QUIET)
+@verb_command("cov", "x", "out")
 def cov(x: str, out: str, **options: Any) -> None:
     """Compute covariances of the rows of X, and store them.
 
@@ -103,11 +92,7 @@ def cov(x: str, out: str, **options: Any) -> None:
     run_product(partial(correlation.cov, x, out), out, (x,), **options)
 
 
-@click.command()
-@click.argument("e", type=Place())
-@click.argument("out", type=Place())
-@verb_options("similarity")
-@taking(JSON, QUIET)
+@verb_command("similarity", "e", "out")
 def similarity(e: str, out: str, **options: Any) -> None:
     """Find the most similar rows of each row of E. E E^T is computed, but not stored.
 
@@ -123,11 +108,7 @@ def similarity(e: str, out: str, **options: Any) -> None:
     run_product(partial(find_similar, e), out, (e,), **options)
 
 
-@click.command()
-@click.argument("x", type=Place())
-@click.argument("out", type=Place())
-@verb_options("grm")
-@taking(JSON, QUIET)
+@verb_command("grm", "x", "out")
 def grm(x: str, out: str, quiet: bool, dry_run: bool, **options: Any) -> None:
     """Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.
 
