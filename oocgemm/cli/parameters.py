@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -125,10 +125,9 @@ class Workers(click.ParamType[tuple[int, ...]]):
 QUIET = click.option("--quiet", is_flag=True, help="Print only errors and warnings about the data.")
 
 
-def verb_options(verb: str | type, but: Iterable[str] = ()) -> Callable[[F], F]:
+def verb_options(verb: str | type) -> Callable[[F], F]:
     """Return a decorator that adds to a command the options of a verb, or of a class of options."""
-    names = [name for name, found in options_of(verb).items() if found.cli and name not in but]
-    return taking(*(option(verb, name) for name in names))
+    return taking(*(option(verb, name) for name, found in options_of(verb).items() if found.cli))
 
 
 def verb_command(verb: str, *operands: str, **more: Any) -> Callable[[Callable[..., Any]], click.Command]:

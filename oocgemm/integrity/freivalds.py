@@ -441,7 +441,6 @@ def check_chained(
     band: int,
     threads: int,
     report: Callable[[], None],
-    seed: int = 0,
 ) -> None:
     """Raise `ExecutionError` if `result` is not ``X^T (X Q + 1 row)`` within rounding error.
 
@@ -449,7 +448,7 @@ def check_chained(
     `report`; the check ends if that raises.
     """
     rows, cols = x.shape
-    signs = SignVectors(seed).part(0, len(row))[:, :COMBINATIONS]
+    signs = SignVectors(0).part(0, len(row))[:, :COMBINATIONS]
     right, added = factor.astype(np.float64) @ signs, row.astype(np.float64) @ signs
     expected, length = np.zeros((cols, COMBINATIONS)), np.zeros(COMBINATIONS)
     squares, totals = np.zeros(cols), np.zeros(cols)

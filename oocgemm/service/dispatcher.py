@@ -281,18 +281,13 @@ def result_of(folder: Path, attempt: int) -> dict[str, Any] | None:
 class WorkerPool:
     """The idle workers of a server, and those that end."""
 
-    def __init__(
-        self,
-        folder: Path,
-        confine: Confinement | None = None,
-        keep: float = KEEP,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: Path, confine: Confinement | None = None, keep: float = KEEP) -> None:
         """Remove what workers of earlier servers have left.
 
         A worker waits for `keep` seconds for a job; if it is 0, each job gets a new worker.
         """
-        self._folder, self._confine, self._keep, self._clock = folder, confine, keep, clock
+        self._folder, self._confine, self._keep = folder, confine, keep
+        self._clock = time.monotonic
         self._idle: dict[int, Process] = {}  # by device
         self._ending: list[Process] = []
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -402,14 +397,13 @@ class Dispatcher:
         store: JobStore,
         folder: Path,
         limits: Callable[[], Limits],
-        clock: Callable[[], float] = time.time,
         confine: Confinement | None = None,
         keep: float = KEEP,
     ) -> None:
         """Take over the state folder of a store. Raises `InputError` if another server uses it."""
         self.draining = False
         self.starts: dict[str, float] = {}
-        self._store, self._folder, self._limits, self._clock = store, folder, limits, clock
+        self._store, self._folder, self._limits = store, folder, limits
         self._processes: dict[str, Process] = {}
         self._asked: dict[str, float] = {}  # jobs whose process was asked to end, and when
         self._decided: tuple[Any, ...] = ()
@@ -472,7 +466,7 @@ class Dispatcher:
 
     def predict(self, job: Waiting) -> float | None:
         """Return when a job would start if it was submitted now, in seconds since 1970; None if unknown."""
-        now = self._clock()
+        now = time.time()
         running = [_running(one, now) for one in self._store.active()]
         waiting = [one for one, _ in self._store.waiting()] + [job]
         decisions = decide(waiting, running, self._limits(), self._store.usage(), now, draining=self.draining)
@@ -502,7 +496,7 @@ class Dispatcher:
             self._forget(job)
         elif job.state is State.STARTING:
             if has_begun(folder, job.attempt) or process.folder is None:
-                self._store.move(job, State.RUNNING, started=self._clock())
+                self._store.move(job, State.RUNNING, started=time.time())
         elif job.state in (State.CANCELLING, State.PAUSING):
             self._end(job, process)
 
@@ -534,10 +528,10 @@ class Dispatcher:
             if job.state is State.STARTING and has_begun(self.folder_of(job.id), job.attempt):
                 # The process has begun and ended the job since the last call of `_look_after`.
                 own = result if result is not None and result["attempt"] == job.attempt else {}
-                started = self._clock() - own.get("seconds", 0.0)
+                started = time.time() - own.get("seconds", 0.0)
                 job = self._store.move(job, State.RUNNING, started=started)
             if job.started is not None:
-                self._store.charge(job.owner, max(0.0, self._clock() - job.started))
+                self._store.charge(job.owner, max(0.0, time.time() - job.started))
             status = result["exit_code"] if result is not None else code
             failed = {"exit_code": status, "error": _why(result, code)}
             counted = failed | {"failures": job.failures + 1}
@@ -555,13 +549,13 @@ class Dispatcher:
             elif job.failures + 1 >= job.max_attempts:
                 to, values = State.FAILED, counted
             else:
-                at = self._clock() + RETRY * RETRY_FACTOR**job.failures
+                at = time.time() + RETRY * RETRY_FACTOR**job.failures
                 to, values = State.QUEUED, counted | {"not_before": at, "started": None}
             new = [] if result is None else result.get("warnings", [])
             self._store.move(job, to, **values, warnings=list(dict.fromkeys([*job.warnings, *new])))
 
     def _check_deadlines(self) -> None:
-        now = self._clock()
+        now = time.time()
         for job in self._store.overdue(now):
             with suppress(StaleError):
                 if job.state in (State.QUEUED, State.STARTING, State.RUNNING):
@@ -572,7 +566,7 @@ class Dispatcher:
 
     def _start_jobs(self) -> None:
         """Start the jobs that fit, and store why the others wait."""
-        limits, now = self._limits(), self._clock()
+        limits, now = self._limits(), time.time()
         running = [_running(job, now) for job in self._store.active()]
         waiting = self._store.waiting()
         # If nothing could start, nothing can until something changes.

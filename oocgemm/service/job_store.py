@@ -325,11 +325,11 @@ class JobStore:
             found[row["job"]].append(row["needs"])
         return found
 
-    def events(self, after: int = 0, job: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
-        """Return events with numbers above `after`, in order, each with seq, job, at, kind and data."""
+    def events(self, after: int = 0, job: str | None = None) -> list[dict[str, Any]]:
+        """Return the next 1000 events after one, in order, each with seq, job, at, kind and data."""
         where, values = ("", ()) if job is None else (" AND job = ?", (job,))
         found = self._read(
-            f"SELECT * FROM events WHERE seq > ?{where} ORDER BY seq LIMIT ?", after, *values, limit
+            f"SELECT * FROM events WHERE seq > ?{where} ORDER BY seq LIMIT 1000", after, *values
         )
         return [dict(row) | {"data": json.loads(row["data"])} for row in found]
 

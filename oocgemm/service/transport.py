@@ -331,13 +331,13 @@ def parse(lines: Iterable[bytes]) -> Iterator[Message]:
                 data.append(value)
 
 
-def messages(transport: Transport, path: str, patience: float = LONG_PATIENCE) -> Iterator[Message]:
+def messages(transport: Transport, path: str) -> Iterator[Message]:
     """Yield all events of a path, from the first one that is stored. The stream never ends by itself.
 
     After a lost connection, the stream continues with the event after the last one. Raises `UnavailableError`
-    if there was no event for `patience` seconds, or what the server answers.
+    if there was no event for `LONG_PATIENCE` seconds, or what the server answers.
     """
-    last, backoff = "0", Backoff(patience)
+    last, backoff = "0", Backoff(LONG_PATIENCE)
     failed: Exception | None = None
     while True:
         pause = 0.0
