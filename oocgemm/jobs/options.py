@@ -881,11 +881,12 @@ def types_of(verb: str | type, name: str) -> frozenset[Any]:
 
 
 def check_choices(verb: str, **given: Any) -> None:
-    """Raise `InputError` for a value that is not one of the choices of an option of a verb. None is one."""
+    """Raise `InputError` for a value that is neither the default nor a choice of an option of a verb."""
     options = options_of(verb)
     for name, value in given.items():
-        if value is not None and value not in options[name].choices:
-            raise InputError(f"{name} = {value!r}: choose one of {', '.join(options[name].choices)}")
+        choices = options[name].choices
+        if value not in (options[name].default, *choices):
+            raise InputError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
 
 
 def check_names(function: str, options: Iterable[str], known: type | Iterable[str]) -> None:

@@ -205,6 +205,7 @@ def test_the_timeline_and_the_report_cover_the_run(tmp_path: Path) -> None:
         (np.ones((5, 2)), {"threshold": float("nan")}, "threshold = nan is not a number"),
         (np.ones((5, 2), complex), {"threshold": 1}, "complex numbers have no order"),
         (np.ones((5, 2)), {"topk": 1, "metric": "euclidean"}, "choose one of cosine, dot"),
+        (np.ones((5, 2)), {"topk": 1, "metric": None}, "metric = None: choose one of cosine, dot"),
         (np.ones((5, 2)), {"topk": 1, "resume": True}, "does not take the option resume"),
         (np.ones((5, 2), complex), {"topk": 1}, "complex numbers have no order"),
         (np.diag([1, np.nan, 1]), {"topk": 1}, "row 1 of E has elements that are Inf or NaN"),
