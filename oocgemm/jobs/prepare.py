@@ -293,7 +293,7 @@ def as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layou
 
     def operands(found: Layouts) -> tuple[object, ...]:
         # `pinned` is not compared: the caller may have pinned or unpinned the memory since planning.
-        a, b = (layout.in_run(in_place=True, pinned=False) for layout in (found.a, found.b))
+        a, b = (layout.changed(pinned=False) for layout in (found.a, found.b))
         return a, b, found.codings.a, found.codings.b
 
     if (problem, operands(layouts), now.chunks) != (
@@ -603,8 +603,10 @@ def _plan(
     else:
         of_c, pinned = existing.layout, _is_pinned(existing, engine)
     created = existing is None if output.resumed is None else output.resumed.header["created"]
-    of_c = replace(of_c, writing=replace(of_c.writing, existing=not created)).in_run(
-        in_place=in_place and request.into.in_place and not (problem.finishes or problem.b.shares),
+    in_c = of_c.in_place and in_place and request.into.in_place
+    of_c = of_c.changed(
+        writing=replace(of_c.writing, existing=not created),
+        in_place=in_c and not (problem.finishes or problem.b.shares),
         # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
         pinned=pinned and not (problem.cover.mirrored or problem.sink.merges),
     )
@@ -647,9 +649,12 @@ def _is_pinned(matrix: Matrix, engine: Backend | None) -> bool:
 
 def _operand_layout(operand: Operand, matrix: Matrix, engine: Backend | None, *, in_place: bool) -> Layout:
     read = as_read(operand, matrix)
-    layout = read.layout.in_run(in_place=in_place, pinned=_is_pinned(read, engine))
-    # The numbers of a transform are in host memory, also if a device transforms the elements.
-    return replace(layout, resident_bytes=matrix.layout.resident_bytes)
+    return read.layout.changed(
+        in_place=read.layout.in_place and in_place,
+        pinned=_is_pinned(read, engine),
+        # The numbers of a transform are in host memory, also if a device transforms the elements.
+        resident_bytes=matrix.layout.resident_bytes,
+    )
 
 
 def _count(request: Request, engine: Backend | None) -> int:

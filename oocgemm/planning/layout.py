@@ -28,7 +28,7 @@ The other modules ask a route, and never for its kind.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import gcd, inf, prod
 from typing import Any, ClassVar
 
@@ -140,14 +140,18 @@ class Layout:
         """Shape of the block of small chunks that one request reads; (1, 1) if it reads one chunk."""
         return 1, 1
 
+    def changed(self, **values: Any) -> "Layout":
+        """Return the layout with other values of the fields that its kind has. It ignores the others."""
+        own = {each.name for each in fields(self)}
+        return replace(self, **{name: value for name, value in values.items() if name in own})
+
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""
-        return replace(self, **self._transposed()) if op.swaps else self
-
-    def _transposed(self) -> dict[str, Any]:
-        """Return the fields that differ in the layout of the transpose."""
+        if not op.swaps:
+            return self
+        chunks = {"read_chunk": self.read_chunk[::-1], "request_chunk": self.request_chunk[::-1]}
         writing = replace(self.writing, chunk=self.writing.chunk[::-1])
-        return {"contiguous": 1 - self.contiguous, "writing": writing}
+        return self.changed(contiguous=1 - self.contiguous, writing=writing, **chunks)
 
     def computed(self, scratch: int, resident: int) -> "Layout":
         """Return the layout of a view whose elements are computed when they are read.
@@ -162,23 +166,7 @@ class Layout:
 
     def copied(self) -> "Layout":
         """Return the layout of a view of X whose blocks are always copied, never accessed where they are."""
-        return self
-
-    def in_run(self, *, in_place: bool, pinned: bool) -> "Layout":
-        """Return the layout in a run that may multiply in place or not, of an array that is pinned or not."""
-        return self
-
-    def cached_as(self, cached: bool) -> "Layout":
-        """Return the layout with the array in the page cache, or not."""
-        return self
-
-    def with_requests(self, requests: int) -> "Layout":
-        """Return the layout with this number of requests in flight, if the array is in an object store."""
-        return self
-
-    def rechunked(self, chunk: Shape) -> "Layout":
-        """Return the layout with chunks of this shape, if the array has chunks."""
-        return self
+        return self.changed(zero_copy_width=0, in_place=False)
 
     def line_overread(self, panel: Shape) -> float:
         """Elements in all lines (contiguous runs in storage) that panels overlap, per element in panels."""
@@ -252,15 +240,6 @@ class Chunked(Layout):
     page_cached: bool = False
     scratch_bytes: int = 0
 
-    def _transposed(self) -> dict[str, Any]:
-        return Layout._transposed(self) | {"read_chunk": self.read_chunk[::-1]}
-
-    def cached_as(self, cached: bool) -> Layout:
-        return replace(self, page_cached=cached)
-
-    def rechunked(self, chunk: Shape) -> Layout:
-        return replace(self, read_chunk=chunk)
-
     def line_overread(self, panel: Shape) -> float:
         extent = panel[self.contiguous]
         if not self.partial_reads or not extent:
@@ -292,9 +271,6 @@ class Lines(Layout):
     line: int
     page_cached: bool = False
     scratch_bytes: int = 0
-
-    def cached_as(self, cached: bool) -> Layout:
-        return replace(self, page_cached=cached)
 
     def line_overread(self, panel: Shape) -> float:
         extent = panel[self.contiguous]
@@ -338,12 +314,6 @@ class InMemory(Layout):
         )
         return of_array.computed(scratch, resident)
 
-    def copied(self) -> Layout:
-        return replace(self, zero_copy_width=0, in_place=False)
-
-    def in_run(self, *, in_place: bool, pinned: bool) -> Layout:
-        return replace(self, in_place=self.in_place and in_place, pinned=pinned)
-
     def is_direct(self, panel: Shape) -> bool:
         return self.pinned and 0 < self.zero_copy_width <= 2 * panel[self.contiguous]
 
@@ -376,16 +346,6 @@ class Remote(Layout):
     read_chunk: Shape = (1, 1)
     partial_reads: bool = True
     request_chunk: Shape = (1, 1)
-
-    def _transposed(self) -> dict[str, Any]:
-        chunks = {"read_chunk": self.read_chunk[::-1], "request_chunk": self.request_chunk[::-1]}
-        return Layout._transposed(self) | chunks
-
-    def with_requests(self, requests: int) -> Layout:
-        return replace(self, requests=requests)
-
-    def rechunked(self, chunk: Shape) -> Layout:
-        return replace(self, read_chunk=chunk)
 
     def read_rate(self, machine: MachineModel, panel: Shape) -> float:
         """Return the bytes per second at which panels of shape `panel` are read from or written to objects.
@@ -465,14 +425,14 @@ class Layouts:
         Requests take at most a quarter of the host budget, `host` bytes, unless one per operand takes more.
         """
         layouts = {
-            name: layout.with_requests(wanted.get(name, layout.requests))
+            name: layout.changed(requests=wanted.get(name, layout.requests))
             for name, layout in self.by_operand.items()
         }
         while request_bytes(layouts, reads_c=reads_c) > host // 4:
             name = max(layouts, key=lambda one: layouts[one].requests * layouts[one].request_bytes)
             if layouts[name].requests <= 1:
                 break
-            layouts[name] = layouts[name].with_requests(layouts[name].requests // 2)
+            layouts[name] = layouts[name].changed(requests=layouts[name].requests // 2)
         return replace(self, a=layouts["A"], b=layouts["B"], c=layouts["C"])
 
     @property
@@ -487,8 +447,8 @@ class Layouts:
     def decoded(self, operand: str, coding: Coding) -> "Layouts":
         """Return the layouts where a GPU decodes "A" or "B". It then counts as being in the page cache."""
         if operand == "A":
-            return replace(self, a=self.a.cached_as(True), codings=replace(self.codings, a=coding))
-        return replace(self, b=self.b.cached_as(True), codings=replace(self.codings, b=coding))
+            return replace(self, a=self.a.changed(page_cached=True), codings=replace(self.codings, a=coding))
+        return replace(self, b=self.b.changed(page_cached=True), codings=replace(self.codings, b=coding))
 
     def encoded(self, coding: Coding) -> "Layouts":
         """Return the layouts where a GPU encodes C, and the host does not."""
@@ -501,7 +461,9 @@ class Layouts:
         The slots of its plan depend on that. If an operand does not count as cached, the host decodes it.
         """
         codings = replace(self.codings, a=self.codings.a if a else None, b=self.codings.b if b else None)
-        return replace(self, a=self.a.cached_as(a), b=self.b.cached_as(b), codings=codings)
+        return replace(
+            self, a=self.a.changed(page_cached=a), b=self.b.changed(page_cached=b), codings=codings
+        )
 
     def to_dict(self) -> dict[str, Any]:
         layouts = {

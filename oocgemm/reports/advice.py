@@ -269,7 +269,7 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
             words = f"A --{option.replace('_', '-')} of {format_size(size).replace(' ', '')}"
             yield _Change(words, larger, {option: size})
     straddled: dict[str, Any] = {
-        name: layout.rechunked(panel)
+        name: layout.changed(read_chunk=panel)
         for name, layout, panel in (
             ("a", layouts.a, (plan.tile.m, plan.tile.k)),
             ("b", layouts.b, (plan.tile.k, plan.tile.n)),

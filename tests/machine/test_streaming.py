@@ -54,7 +54,7 @@ def test_a_gpu_stages_and_uploads_every_panel_each_time(tmp_path: Path, stored: 
             path, _ = calibrate._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
             calibrate._evict(path)
             source = stores.open_matrix("A", str(path))
-            source.layout = source.layout.cached_as(False)
+            source.layout = source.layout.changed(page_cached=False)
         with workbench.streaming(engine, GPU, source, DEPTH) as run:
             for _ in range(2):
                 spans = run()

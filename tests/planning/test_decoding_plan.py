@@ -87,7 +87,7 @@ def test_the_lanes_fit_the_budgets_and_a_batch_has_room_for_a_chunk(
     device: int, host: int, side: int, decoded: str
 ) -> None:
     given = setting(device=device, host=host)
-    layouts = replace(given.layouts, a=given.layouts.a.rechunked((side, side)))
+    layouts = replace(given.layouts, a=given.layouts.a.changed(read_chunk=(side, side)))
     coding = Coding(decoded, stream_bytes=MIB)
     given = replace(given, layouts=layouts.decoded("A", coding))
     shape = decoding_shape(given)

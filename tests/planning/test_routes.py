@@ -68,7 +68,7 @@ def test_a_gpu_decodes_and_encodes_what_the_plan_says() -> None:
     given = setting(PACKED)
     found = replace(given, layouts=given.layouts.decoded("B", coding).encoded(coding)).routes
     assert found["A"] == given.routes["A"] == Slotted(PACKED)
-    assert found["B"] == Decoded(PACKED.cached_as(True), coding)
+    assert found["B"] == Decoded(PACKED.changed(page_cached=True), coding)
     assert isinstance(found["C"], Encoded)
 
 

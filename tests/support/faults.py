@@ -76,7 +76,7 @@ def faulty(matrix: Matrix, read: Fault | None, write: Fault | None) -> Matrix:
 
     matrix.__class__ = Faulty
     # It is never multiplied in place, which would take no reads and writes.
-    matrix.layout = matrix.layout.in_run(in_place=False, pinned=False)
+    matrix.layout = matrix.layout.changed(in_place=False, pinned=False)
     return matrix
 
 
@@ -101,7 +101,7 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
         patch.object(stores, "open_matrix", open_matrix),
         patch.object(opening, "open_matrix", open_matrix),  # by which `open_pair` opens A and B
         patch.object(stores, "create_output", create_output),
-        patch.object(stores, "new_layout", lambda *of: new_layout(*of).in_run(in_place=False, pinned=False)),
+        patch.object(stores, "new_layout", lambda *of: new_layout(*of).changed(in_place=False, pinned=False)),
     ):
         yield
 

@@ -31,6 +31,7 @@ The waits are derived from this one program, as for one device.
 from collections.abc import Container, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heapreplace
 from itertools import islice, pairwise, product, zip_longest
 from typing import TypeVar
@@ -38,7 +39,7 @@ from typing import TypeVar
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Operation
 from oocgemm.planning.schedule.operations import Schedule
-from oocgemm.planning.schedule.placement import Loads, Panels, Placing, SharedHost, SlotCache, Step, loads_of
+from oocgemm.planning.schedule.placement import Loads, Panels, Placing, Step, host_cache, loads_of, pools_of
 from oocgemm.planning.schedule.traversal import NextUse, Traversal, forwards, walk
 from oocgemm.planning.tiling import Tile, TileGrid, ceil_div, length
 
@@ -271,26 +272,26 @@ class SharedSchedule(Schedule):
     def _placings(self) -> Iterator[Placing]:
         """Yield what places the panels of each device, with common host slots."""
         slots, steps = self.slots, self.grid.steps
-        # Per operand with panels, the axes of its pool and its numbers of slots.
-        pools: list[tuple[tuple[int, ...], int, int]] = [((0, 1), slots.a, slots.host_a)]
-        if not self.problem.b.shares:
-            pools = [((0,), slots.a, slots.host_a), ((1,), slots.b, slots.host_b)]
-        in_rounds = self._in_rounds()
+        pools, in_rounds = pools_of(slots), self._in_rounds()
         uses = [NextUse(in_rounds, steps, axes, self.devices) for axes, _, _ in pools]
-        on_host = [0 if slots.unified else count for _, _, count in pools]
-        caches = [SlotCache(count, spread=max(1, steps)) if count else None for count in on_host]
+        caches = [host_cache(count, steps) for _, _, count in pools]
         everywhere = list[list[Panels]]()
         for device in range(self.devices):
             panels = []
             for (axes, count, _), cache, use in zip(pools, caches, uses, strict=True):
-                own = copy(use)  # it remembers its latest result
-                shared = None if cache is None else SharedHost(cache, own, device, self.devices)
-                panels.append(Panels(self._tiles_of(device), steps, axes, count, shared))
+                # A copy, because it remembers its latest result.
+                host_uses = None if cache is None else partial(self._use, copy(use), device)
+                tiles = self._tiles_of(device)
+                panels.append(Panels(tiles, steps, axes, count, cache, host_uses, leads=device == 0))
             everywhere.append(panels)
         self._connect(everywhere)
         last = self.last or (self.tiles[-1] if self.tiles else None)
         for device, panels in enumerate(everywhere):
-            yield Placing(self._tiles_of(device), steps, slots, last, (panels[0], panels[-1]), self.ends)
+            yield Placing(self._tiles_of(device), steps, slots, last, panels, self.ends)
+
+    def _use(self, uses: NextUse, device: int, line: int, step: int, position: int) -> int:
+        """Look up the next use of a panel by any device, after the tile at a position of one device."""
+        return uses(line, step, position * self.devices + device)
 
     def _connect(self, everywhere: Sequence[Sequence[Panels]]) -> None:
         """Let devices copy panels that have no host slots from each other.

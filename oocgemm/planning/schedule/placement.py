@@ -38,7 +38,7 @@ class SlotCache:
     """
 
     def __init__(self, count: int, spread: int = 1) -> None:
-        self._count = count
+        self.count = count
         self._steps = spread
         self._spread_steps = max(0, spread - UNSPREAD_STEPS)
         self._stride = _even_stride(self._spread_steps)
@@ -97,13 +97,13 @@ class SlotCache:
 
     def refill(self, live: Sequence[tuple[int, Panel]], latest: Sequence[Panel | None]) -> None:
         """Restore the contents that `live` and `latest` returned. Panels may get other slots than before."""
-        dead = self._count - len(live)
+        dead = self.count - len(live)
         self._keys = [*(key for _, key in live), *((-1, slot) for slot in range(dead))]
         self._next_use = [*(self._ranked(use) for use, _ in live), *([NEVER] * dead)]
         self._where = {key: slot for slot, key in enumerate(self._keys) if key is not None}
-        self._used = list(range(-self._count, 0))
+        self._used = list(range(-self.count, 0))
         self._clock = 0
-        unused = iter(range(len(live), self._count))
+        unused = iter(range(len(live), self.count))
         self._latest = [next(unused) if key is None else self._where[key] for key in latest]
         self._rebuild_heap()
 
@@ -112,7 +112,7 @@ class SlotCache:
         self._next_use[slot] = self._ranked(next_use)
         # A heap entry becomes stale when its slot is used again. Evictions remove stale entries. Without
         # evictions, the heap would grow without bound, and is therefore rebuilt.
-        if len(self._heap) >= MAX_HEAP_PER_SLOT * self._count:
+        if len(self._heap) >= MAX_HEAP_PER_SLOT * self.count:
             self._rebuild_heap()
         else:
             heappush(self._heap, (-self._next_use[slot], self._used[slot], slot))
@@ -137,7 +137,7 @@ class SlotCache:
         return tile * self._steps + UNSPREAD_STEPS + permuted
 
     def _victim(self) -> int:
-        if len(self._where) < self._count:
+        if len(self._where) < self.count:
             return len(self._where)  # the first empty slot
         current, latest = self._current, self._latest
         for avoided in ((*current, *latest), (*current, *latest[-1:]), current):
@@ -150,7 +150,7 @@ class SlotCache:
 
     def _furthest(self, avoided: Sequence[int]) -> int | None:
         """Return the slot outside `avoided` whose panel has the furthest next use; None if there is none."""
-        if len(set(avoided)) >= self._count:
+        if len(set(avoided)) >= self.count:
             return None
         passed, found = [], None
         while found is None:
@@ -233,27 +233,33 @@ class Loads:
 Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedHost:
-    """The host slots for the panels of one operand, as one of several devices uses them.
+# Returns the number of the next use of a panel (`NextUse`), given its line, its step and a position.
+Uses = Callable[[int, int, int], int]
 
-    `cache` is common to all devices. `next_use` looks up the next use by any device, in the sequence of the
-    tiles of all devices: tile p of device number `device` is at position p * `devices` + `device`.
+
+def pools_of(slots: Slots) -> list[tuple[tuple[int, ...], int, int]]:
+    """Return per pool the axes of its panels (`NextUse`), and its slots on the device and on the host.
+
+    An operand that has both roles has one pool.
     """
+    host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
+    if not slots.b:
+        return [((0, 1), slots.a, host_a)]
+    return [((0,), slots.a, host_a), ((1,), slots.b, host_b)]
 
-    cache: SlotCache
-    next_use: NextUse
-    device: int
-    devices: int
+
+def host_cache(count: int, steps: int) -> "SlotCache | None":
+    """Return the cache of a pool's host slots, which spreads misses over a tile; None if there are none."""
+    return SlotCache(count, spread=max(1, steps)) if count else None
 
 
 class Panels:
     """Simulate the caches for the panels of one operand, on the device and on the host: a pool of slots.
 
     Panels are placed in program order. `axes` says which tiles use them (`NextUse`): (0,) for op(A), (1,) for
-    op(B), and (0, 1) if one operand has both roles. `device` is the number of device slots. `host` is the
-    number of host slots, or the host slots that several devices share. It is None if panels have no host
-    slots.
+    op(B), and (0, 1) if one operand has both roles. `device` is the number of device slots. `host` has the
+    host slots, if there are any. If several devices share them, `host_uses` looks up the next use by any
+    device, and only the first device `leads`: it ends groups of steps for all.
 
     `peers` are the numbers and the panels of the devices from which panels may be copied, the preferred one
     first.
@@ -265,7 +271,10 @@ class Panels:
         steps: int,
         axes: tuple[int, ...],
         device: int,
-        host: int | SharedHost | None,
+        host: SlotCache | None,
+        host_uses: Uses | None = None,
+        *,
+        leads: bool = True,
     ) -> None:
         self.peers: Sequence[tuple[int, Panels]] = ()
         self._tiles = tiles
@@ -273,13 +282,9 @@ class Panels:
         self._axes = axes
         self._known = -1, 0  # the latest position passed to `line`, and its tile row (or column)
         self._next_use = NextUse(tiles, steps, axes)
-        self._tiers = [SlotCache(device)]
-        self._shared = host if isinstance(host, SharedHost) else None
-        if isinstance(host, SharedHost):
-            self._tiers.append(host.cache)
-        elif host is not None:
-            self._tiers.append(SlotCache(host, spread=max(1, steps)))
-        self.slots = device + (host if isinstance(host, int) else 0)
+        self._tiers = [SlotCache(device), *([] if host is None else [host])]
+        self._host, self._host_uses, self._leads = host, host_uses, leads
+        self.slots = device + (0 if host is None else host.count)
 
     def line(self, position: int) -> int:
         if self._known[0] != position:
@@ -294,9 +299,9 @@ class Panels:
             for device, panels in self.peers:
                 if (found := panels._tiers[0].find((row, step))) is not None:
                     return Placed(slot, upload=True, host_slot=0, read=False, peer=(device, found))
-        if shared := self._shared:
-            use = shared.next_use(row, step, position * shared.devices + shared.device)
-        host = self._tiers[1] if len(self._tiers) > 1 else None
+        host = self._host
+        if self._host_uses is not None:
+            use = self._host_uses(row, step, position)
         if hit:
             if host is not None:
                 host.postpone((row, step), use)
@@ -305,12 +310,8 @@ class Panels:
         return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
 
     def advance(self) -> None:
-        """End a group of steps whose panels are loaded together.
-
-        In shared host slots, a group has one step of every device: the first device ends it.
-        """
-        others = self._shared is not None and self._shared.device > 0
-        for cache in self._tiers[:1] if others else self._tiers:
+        """End a group of steps whose panels are loaded together: of several devices, one step each."""
+        for cache in self._tiers if self._leads else self._tiers[:1]:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
@@ -401,7 +402,7 @@ class Placing:
         steps: int,
         slots: Slots,
         last: Tile | None = None,
-        panels: tuple[Panels, Panels] | None = None,
+        panels: Sequence[Panels] = (),
         ends: frozenset[Tile] = frozenset(),
     ) -> None:
         self._tiles = tiles
@@ -409,13 +410,11 @@ class Placing:
         self._steps = steps
         self._turn_steps, self._last_steps = slots.turn_steps, slots.last_steps
         self._work, self._max_work = 0, inf
-        if panels is None:
-            a, b = (None, None) if slots.unified else (slots.host_a or None, slots.host_b or None)
-            if slots.b:
-                panels = Panels(tiles, steps, (0,), slots.a, a), Panels(tiles, steps, (1,), slots.b, b)
-            else:
-                panels = (Panels(tiles, steps, (0, 1), slots.a, a),) * 2
-        self._a, self._b = panels
+        pools = panels or [
+            Panels(tiles, steps, axes, device, host_cache(host, steps))
+            for axes, device, host in pools_of(slots)
+        ]
+        self._a, self._b = pools[0], pools[-1]
         self._shares = self._a is self._b  # one pool has the panels of both operands
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
