@@ -11,6 +11,7 @@ import oocgemm
 from oocgemm import InputError, Transform
 from tests.support.backends_here import needs_gpu, running_on
 from tests.support.problems import Array
+from tests.support.suite import each_value
 from tests.support.summing import summed  # noqa: F401  imports what the kernels of checksums need
 
 RNG = np.random.default_rng(5)
@@ -33,6 +34,7 @@ def matrix(dtype: str) -> Array:
     return np.asarray((left * 100 * 0.6 ** np.arange(COLS)) @ right.T + 3, dtype)
 
 
+@each_value
 @pytest.mark.parametrize("source", ["memory", "npy", "zarr"])
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

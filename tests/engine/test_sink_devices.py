@@ -119,6 +119,7 @@ def test_one_two_and_three_sessions_have_equal_bits(engine: str, name: str, dtyp
             np.testing.assert_array_equal(mine.view(np.uint8), right.view(np.uint8))
 
 
+@each_value
 @pytest.mark.parametrize("name", ["sum", "symmetric top", "threshold", "product with V"])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_the_streams_gives_the_bits_of_one_device(name: str, seed: int) -> None:
