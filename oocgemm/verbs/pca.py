@@ -202,8 +202,9 @@ def pca(
     if dry_run:
         statistics = passes.transform.needs_stats and passes.reads_first
         checks = iterations if options.get("verify") else 0  # the product for the scores has checksums
+        plan = passes.plan()  # refuses devices that cannot be counted
         of_slices = len(passes.slices), passes.sessions
-        return PCAPlan(passes.plan(), rows, iterations + scores, statistics, checks, *of_slices)
+        return PCAPlan(plan, rows, iterations + scores, statistics, checks, *of_slices)
     path, target = None, None if out is None else os.fspath(out)
     identity = _identity(passes, k, iterations, tol, seed)
     saved = None
