@@ -275,11 +275,7 @@ class ZarrMatrix:
     def apply_redo(self, rows: Range, cols: Range) -> None:
         assert self._target is not None
         names = self._names(rows, cols)
-        for name in names:
-            target = self.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # an earlier call, before a crash, moved it
-                os.replace(self._target / name, target)
+        _move(names, self._target, self.folder)
         sync_files(self.folder, names, contents=False)  # `sync_blocks` has flushed the contents already
 
     def redo_fingerprint(self, folder: Path, rows: Range, cols: Range) -> str:
@@ -287,11 +283,7 @@ class ZarrMatrix:
 
     def adopt(self, folder: Path, rows: Range, cols: Range) -> None:
         assert self._target is not None
-        for name in self._names(rows, cols):
-            target = self._target / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # a chunk outside of the triangle that is computed
-                os.replace(folder / name, target)
+        _move(self._names(rows, cols), folder, self._target)
 
     def set_finished(self, finished: bool, uplo: str | None = None) -> None:
         uplo = self._mark.get("uplo") if uplo is None else uplo
@@ -392,6 +384,14 @@ class ZarrMatrix:
         if self._metadata.folder is None:
             return {("store", id(self.array.store), self.array.path), self._metadata.place}
         return file_identities(self._metadata.folder)
+
+
+def _move(names: Sequence[str], source: Path, target: Path) -> None:
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        # It is missing if an earlier call, before a crash, moved it, or if it is outside of the triangle.
+        with suppress(FileNotFoundError):
+            os.replace(source / name, target / name)
 
 
 def reason(error: BaseException) -> str:
