@@ -331,7 +331,11 @@ class HDF5Chunks:
                 number = int(wrong[0])
                 self._damaged(i, first + number, f"has {sizes[number]} bytes instead of {self.pipeline.size}")
             if self.pipeline.size >= MIN_STRAIGHT:
-                self._read_straight(file, start, first, lines, cols, band)
+                left, right = max(cols[0], first * width), min(cols[1], last * width)
+                spans = (lines.start, lines.stop), (left - first * width, right - first * width)
+                place = StoredLines(start, width, self.dtype)
+                target = band[:, left - cols[0] : right - cols[0]]
+                read_part(file, place, *spans, target, past_cache=self.past_cache)
                 return
         memory = scratch(self._scratch_bytes)
         try:
@@ -343,44 +347,24 @@ class HDF5Chunks:
         except EOFError as error:
             self._damaged(i, first, str(error), error)
         if self.pipeline.filters:
-            self._decode(i, first, part, stored, memory[MIN_DIRECT:], lines, cols, band)
-        else:
-            elements = stored.view(self.dtype).reshape(last - first, *self.chunk)
-            self._copy(elements[:, lines], (first, last), cols, band)
+            # A single chunk that is the whole destination is decoded in place.
+            alone = last - first == 1 and band.shape == self.chunk and first * width == cols[0]
+            into = band if alone and band.flags.c_contiguous and self.dtype.isnative else None
+            stored = self._decoded(i, first, part, stored, memory[MIN_DIRECT:], into)
+            if into is not None:
+                return
+        elements = stored.view(self.dtype).reshape(last - first, *self.chunk)
+        self._copy(elements[:, lines], (first, last), cols, band)
 
-    def _read_straight(
-        self, file: OpenFile, start: int, j: int, lines: slice, cols: Range, band: Array
-    ) -> None:
-        """Read a large chunk without filters, at the byte `start` of the file, into `band`."""
-        width = self.chunk[1]
-        left, right = max(cols[0], j * width), min(cols[1], (j + 1) * width)
-        part = (left - j * width, right - j * width)
-        target = band[:, left - cols[0] : right - cols[0]]
-        spans = (lines.start, lines.stop), part
-        stored = StoredLines(start, width, self.dtype)
-        read_part(file, stored, *spans, target, past_cache=self.past_cache)
-
-    def _decode(
-        self,
-        i: int,
-        first: int,
-        part: slice,
-        stored: Array,
-        memory: Array,
-        lines: slice,
-        cols: Range,
-        band: Array,
-    ) -> None:
-        """Decode the entries `part`, from column `first` of row i on, and copy their rows `lines`."""
+    def _decoded(
+        self, i: int, first: int, part: slice, stored: Array, memory: Array, into: Array | None
+    ) -> Array:
+        """Decode the entries `part`, from column `first` of row i on, `into` an array or scratch memory."""
         sizes, masks = self.index.sizes[part].tolist(), self.index.masks[part].tolist()
-        size, last = self.pipeline.size, first + len(sizes)
+        start, size = 0, self.pipeline.size
         decoded, rest = memory[: len(sizes) * size], memory[_rounded(max(BATCH_BYTES, size)) :]
-        # A single chunk that is the whole destination is decoded in place.
-        alone = last - first == 1 and band.shape == self.chunk and first * self.chunk[1] == cols[0]
-        place = alone and band.flags.c_contiguous and self.dtype.isnative
-        if place:
-            decoded = band.reshape(-1).view(np.uint8)
-        start = 0
+        if into is not None:
+            decoded = into.reshape(-1).view(np.uint8)
         for number, (length, mask) in enumerate(zip(sizes, masks, strict=True)):
             out = decoded[number * size : (number + 1) * size]
             try:
@@ -390,9 +374,7 @@ class HDF5Chunks:
             except Exception as error:  # decompressors raise exceptions of many types
                 self._damaged(i, first + number, f"cannot be decoded: {error}", error)
             start += length
-        if not place:
-            elements = decoded.view(self.dtype).reshape(last - first, *self.chunk)
-            self._copy(elements[:, lines], (first, last), cols, band)
+        return decoded
 
     def _copy(self, elements: Array, run: Range, cols: Range, band: Array) -> None:
         """Copy the elements of the chunks `run`, an array (chunks, rows, columns), to `band`."""
