@@ -154,6 +154,11 @@ def cut(
         # per thread: elements as read; converted elements, squares and products, 8 arrays; random signs
         return threads * (pieces + 8 * piece * wide + VECTORS * MAX_CUT_WIDTH * wide)
 
+    def blocks(rows: int, depth: int) -> Blocks:  # of whole chunks, if there is room for one
+        rows = rows if rows >= m else rows // tall * tall or rows
+        depth = k if depth >= k else depth // deep * deep or depth
+        return Blocks(max(1, ceil_div(n, groups)), max(1, rows), max(1, depth), threads, piece)
+
     piece = PIECE
     while piece > MIN_PIECE and scratch(threads, piece) > memory // 2:
         piece //= 2
@@ -171,24 +176,15 @@ def cut(
     while True:
         rows_bytes, depth_bytes = per_row * groups + groups, per_depth * groups
         if m * rows_bytes + min(k, deep) * depth_bytes <= free:
-            return _blocks(n, groups, m, (free - m * rows_bytes) // depth_bytes, deep, k, threads, piece)
+            return blocks(m, (free - m * rows_bytes) // depth_bytes)
         if k * depth_bytes + min(m, tall) * rows_bytes <= free:
-            rows = (free - k * depth_bytes) // rows_bytes
-            return _blocks(n, groups, rows // tall * tall or rows, k, deep, k, threads, piece)
+            return blocks((free - k * depth_bytes) // rows_bytes, k)
         if groups == 1:
             break
         groups //= 2
     # Neither all rows of C nor all of k fit. op(B) is then read once per block of rows, so blocks of rows are
     # made as large as possible, and blocks along k as small as allowed.
-    rows = (free - min(k, deep) * depth_bytes) // rows_bytes
-    return _blocks(n, 1, max(1, rows // tall * tall or rows), min(k, deep), deep, k, threads, piece)
-
-
-def _blocks(
-    n: int, groups: int, rows: int, depth: int, deep: int, k: int, threads: int, piece: int
-) -> Blocks:
-    depth = k if depth >= k else depth // deep * deep or depth
-    return Blocks(max(1, ceil_div(n, groups)), max(1, rows), max(1, depth), threads, piece)
+    return blocks((free - min(k, deep) * depth_bytes) // rows_bytes, min(k, deep))
 
 
 # States of columns of op(B) that contain an Inf or NaN. _NEW: found by the current attempt to compare C with

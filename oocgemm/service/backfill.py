@@ -62,7 +62,7 @@ class Running:
 class Limits:
     """What all running jobs may occupy, in bytes. Unless `shared`, one job runs per device."""
 
-    devices: Mapping[int, int]
+    devices: Mapping[int, int]  # memory by number
     host: int
     disk: int
     shared: bool = False
