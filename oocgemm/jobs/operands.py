@@ -106,30 +106,6 @@ def problem_of(
 _problem = lru_cache(64)(GemmProblem.of)
 
 
-def gram_problem(
-    x: Matrix,
-    gram: str,
-    alpha: complex,
-    beta: complex,
-    trans_a: Op,
-    trans_b: Op,
-    compute: str = "native",
-    out_dtype: Any = None,
-) -> GemmProblem:
-    """Describe the product of op(X) and its conjugate transpose.
-
-    Raises `InputError` if X cannot be used, or for scalars with which C would not be Hermitian.
-    """
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if isinstance(value, complex) and value.imag != 0:
-            raise InputError(
-                f"{name} = {value} is complex, and a Gram matrix of complex X needs real scalars to be "
-                f"Hermitian: pass a real {name}"
-            )
-    problem = problem_of(x, x, alpha, beta, trans_a, trans_b, compute, out_dtype)
-    return replace(problem, b=same(problem.b), cover=cover_of(gram))
-
-
 def _out_dtype(given: Any, operands: DType) -> str:
     """Return the name of C's dtype. Raises `InputError` if operands of this dtype cannot give it."""
     if given is None:
@@ -337,14 +313,26 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
         b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
     scalars = request.alpha, request.beta
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
+    return _stored(request, problem, a, b, backend)
+
+
+def _stored(
+    request: Request, problem: GemmProblem, a: Matrix, b: Matrix, backend: str
+) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Return A, B and their product, with its epilogue and checksums, if C is stored."""
     problem = _accumulated(problem, backend)
     problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
+    if request.into.uplo == "full":
+        check_mirrored(request.epilogue)
     problem, a, b = centered(problem, a, b, request)
     return a, b, _checked(request, problem, checksum_tier(backend, problem))
 
 
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
+    """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product.
+
+    Raises `InputError` also for scalars with which C would not be Hermitian.
+    """
     x, trans = opened("X", request), op_of("trans_a", request.a.op)
     change = request.a.transform
     if request.a.standardize:
@@ -362,13 +350,15 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
         x = transformed(x, change, trans, left=True)
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
     scalars = request.alpha, request.beta
-    problem = gram_problem(x, request.into.uplo, *scalars, trans, other, request.compute, request.out_dtype)
-    problem = _accumulated(problem, backend)
-    problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
-    if request.into.uplo == "full":
-        check_mirrored(request.epilogue)
-    problem, x, _ = centered(problem, x, x, request)
-    return x, x, _checked(request, problem, checksum_tier(backend, problem))
+    for name, value in zip(("alpha", "beta"), scalars, strict=True):
+        if isinstance(value, complex) and value.imag != 0:
+            raise InputError(
+                f"{name} = {value} is complex, and a Gram matrix of complex X needs real scalars to be "
+                f"Hermitian: pass a real {name}"
+            )
+    problem = problem_of(x, x, *scalars, trans, other, request.compute, request.out_dtype)
+    problem = replace(problem, b=same(problem.b), cover=cover_of(request.into.uplo))
+    return _stored(request, problem, x, x, backend)
 
 
 def _standardized(x: Matrix, request: Request, op: Op) -> Matrix:

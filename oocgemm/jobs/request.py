@@ -464,16 +464,11 @@ class Request:
             if devices is not None and devices != "all" and len(devices) == 1 and not options.get("device"):
                 options |= {"device": devices[0], "devices": None}
         changed: dict[str, dict[str, Any]] = {}
-        for name in options.keys() & _PLACES.keys():
-            part, field = _PLACES[name]
+        for name in options.keys() & PLACES.keys():
+            part, field = PLACES[name]
             changed.setdefault(part, {})[field] = options.pop(name)
         parts = {part: replace(getattr(self, part), **values) for part, values in changed.items()}
         return replace(self, **parts, **options)
-
-    def option(self, name: str) -> Any:
-        """Return the value of an option of `oocgemm.gemm`."""
-        part, field = _PLACES.get(name, ("", name))
-        return getattr(getattr(self, part) if part else self, field)
 
     def with_operands(self, **changes: Any) -> "Request":
         """Return the request with other fields of both operands."""
@@ -481,13 +476,13 @@ class Request:
 
 
 # For each option that is part of a field: the field of `Request`, and the name there.
-_PLACES = {
+PLACES = {
     part.name: (name, part.name)
     for name, kind in (("budgets", Memory), ("where", Where), ("durability", Durability))
     for part in fields(kind)
 }
-_PLACES |= {f"trans_{side}": (side, "op") for side in "ab"}
-_PLACES |= {f"transform_{side}": (side, "transform") for side in "ab"}
+PLACES |= {f"trans_{side}": (side, "op") for side in "ab"}
+PLACES |= {f"transform_{side}": (side, "transform") for side in "ab"}
 
 
 def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
