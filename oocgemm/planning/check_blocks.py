@@ -29,7 +29,6 @@ aligned to `PART` bytes:
 - A norm takes 8 bytes. A sum takes 8 bytes, or 16 if it is complex.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from oocgemm.planning.problem import DTYPES, GemmProblem
@@ -87,14 +86,11 @@ def borders(extent: int, strip: int) -> list[int]:
     ([0, 100, 200, 300, 400, 500], [0, 100, 200, 300, 400, 450], [0, 3])
     """
     blocking = Blocking.of(extent, strip)
-    tops = range(0, extent, blocking.strip)
-    ends = (end for top in tops for end in _block_ends(top, min(top + blocking.strip, extent), blocking.size))
-    return [0, *ends]
-
-
-def _block_ends(top: int, bottom: int, size: int) -> Iterator[int]:
-    for border in range(top + size, bottom + size, size):
-        yield min(border, bottom)
+    size, found = blocking.size, [0]
+    for top in range(0, extent, blocking.strip):
+        bottom = min(top + blocking.strip, extent)
+        found += [min(border, bottom) for border in range(top + size, bottom + size, size)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

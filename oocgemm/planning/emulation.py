@@ -28,6 +28,7 @@ from itertools import pairwise
 from math import ceil, log2, prod, sqrt
 
 from oocgemm.planning.problem import DTYPES
+from oocgemm.planning.tiling import round_up
 
 # Moduli that are pairwise coprime and fit into a byte, largest first. A product uses the first N of them.
 MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 197, 193)
@@ -222,7 +223,7 @@ class Offsets:
 
 def pitch(depth: int) -> int:
     """Return the bytes of a padded row of `depth` int8 elements: int8 kernels need multiples of 16."""
-    return -(-depth // 16) * 16
+    return round_up(depth, 16)
 
 
 @lru_cache(64)
@@ -231,7 +232,7 @@ def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
     row = planes * pitch(depth)
     at = [0]
     for size in (m * row, n * row, 4 * m, 4 * n, _ROW_FACTS * (m + n), VERDICT_BYTES):
-        at.append(-(-(at[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+        at.append(round_up(at[-1] + size, _ALIGNMENT))
     return Offsets(*at)
 
 
