@@ -164,7 +164,6 @@ class FenceGuard:
 
 
 def machine() -> str:
-    """Return the id of the running system, and of the process ids that this process can see."""
     return " ".join(filter(None, running_system())) or os.uname().nodename
 
 
@@ -318,7 +317,6 @@ def state_of(matrix: Matrix, plan: Plan) -> Sequence[Any]:
 
 
 def merge_state(matrix: Matrix, state: Sequence[Any]) -> None:
-    """Add what a part has to the whole result."""
     if isinstance(matrix, Collecting):
         matrix.merge(state)
         return
@@ -332,7 +330,6 @@ class StateTarget(Target):
     whole = False
 
     def __init__(self, job: PreparedRun, folder: Path) -> None:
-        """Begin an attempt in a folder."""
         self.matrix = create_output(job)
         self._folder, self._plan = folder, job.plan
 

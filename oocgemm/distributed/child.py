@@ -233,9 +233,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def main() -> None:
     """Do the tasks on stdin, and end the process."""
     die_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the coordinator, which then ends this process
+    # Ctrl-C is for the coordinator, which then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
     stays, code = True, 0

@@ -95,7 +95,6 @@ class Window:
 
     @property
     def complete(self) -> bool:
-        """Whether no tile is left."""
         return not self._part_of
 
     def is_left(self, tile: Tile) -> bool:

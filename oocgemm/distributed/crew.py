@@ -97,7 +97,7 @@ class Threads(Crew):
 
 
 class OnExecutor(Crew):
-    """A `concurrent.futures.Executor` of the caller. It decides which of its workers runs a task.
+    """A `concurrent.futures.Executor` of the caller, which decides which worker runs a task.
 
     The crew has one name per worker, and gives the executor one task per name at a time.
     """

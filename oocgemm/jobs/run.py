@@ -209,10 +209,7 @@ class Plan(planning.Plan):
 
     @classmethod
     def of(cls, plan: planning.Plan, request: Request, workers: "Partition | None" = None) -> "Plan":
-        """Combine a plan and the request that it was made for into a plan that can run.
-
-        `workers` says which parts of it several workers compute.
-        """
+        """Combine a plan, its request, and what several workers compute of it into a plan that can run."""
         decided = {part.name: getattr(plan, part.name) for part in fields(planning.Plan)}
         return cls(**decided, request=request, workers=workers)
 

@@ -597,10 +597,7 @@ def _centers(matrix: Matrix) -> Array | None:
 
 @once
 def _product(matrix: Matrix, k_axis: int, vector: Array, memory: int) -> Array:
-    """Return the products of a vector of length k and the rows (`k_axis` 1) or columns (0) of a matrix.
-
-    Missing elements are 0.
-    """
+    """Return the products of a vector and rows (`k_axis` 1) or columns (0) of a matrix, 0 where missing."""
     chain = chain_of(matrix)
     stored, code = (matrix, None) if chain is None else (chain.source, missing_code(chain.steps))
 

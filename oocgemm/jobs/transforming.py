@@ -66,10 +66,7 @@ def standardized(matrix: Matrix, how: str, line_axis: int) -> Matrix:
 
 
 def _of_lines(matrix: StandardizedMatrix, memory: int, sweep: Sweep | None) -> tuple[Numbers, ...]:
-    """Return the numbers that standardize lines. They come from the cache, or from a pass in `memory` bytes.
-
-    Raises `InputError` if a line has elements that are Inf or NaN, or that differ by too little.
-    """
+    """Return the numbers that standardize lines. Raises `InputError` if a line cannot be standardized."""
     axis = matrix.line_axis
     found = _stats(matrix.matrix, axis, memory, sweep)
     squares = found.count * found.variance
@@ -163,10 +160,7 @@ def gaps(matrix: Genotypes, memory: int) -> Stats | None:
 
 
 def imputed(matrix: Matrix, memory: int) -> Matrix:
-    """Return a matrix in which missing genotypes of a .bed file are the means of their variants, or 0.
-
-    Other matrices, and .bed files without missing genotypes, are returned as they are.
-    """
+    """Return a matrix in which missing genotypes of a .bed file, if any, are the means of variants, or 0."""
     found = gaps(matrix, memory) if isinstance(matrix, Genotypes) else None
     if found is None:
         return matrix

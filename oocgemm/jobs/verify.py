@@ -230,10 +230,7 @@ def _runs(numbers: Array) -> Iterator[slice]:
 
 
 def _lines(x: Oriented, lines: Array, span: Range) -> Array:
-    """Return the elements of some rows of a matrix in the columns `span`, in float64.
-
-    Rows in the same chunk, or in a band of `BAND` rows, are read together.
-    """
+    """Return some rows of a matrix in the columns `span`, in float64. Those of a chunk are read together."""
     found = np.empty((len(lines), span[1] - span[0]))
     for part in _runs(lines // max(BAND, x.chunk[0])):
         inside = lines[part]

@@ -373,7 +373,6 @@ def _platform() -> str:
 
 @cached
 def versions() -> Mapping[str, str]:
-    """Return the versions of Python, of oocgemm, and of the relevant packages that are installed."""
     found = installed_versions(
         "numpy",
         "zarr",

@@ -34,7 +34,6 @@ def folder() -> Path:
 
 @functools.lru_cache(maxsize=4)
 def _folder(own: str | None, shared: str | None, home: str | None) -> Path:
-    """Return the folder for calibrations, from the values of environment variables."""
     if own:
         return Path(own)
     try:
@@ -61,7 +60,6 @@ def version(within: Callable[[], Path] = folder) -> tuple[Path | None, int, int]
 
 @functools.cache
 def processor() -> str:
-    """Return the model name of the processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -72,8 +70,7 @@ def processor() -> str:
 def machine_key() -> str:
     """Return a digest of the host name, the processor, and the number of cores that this process may use.
 
-    A calibration applies only where this key is the same. Several machines may share one cache folder, and
-    the measured rates depend on the number of cores.
+    A calibration applies only where this key is the same: machines may share a cache folder.
     """
     parts = platform.node(), processor(), len(os.sched_getaffinity(0))
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:12]
@@ -93,15 +90,11 @@ def device_id(number: int) -> str:
 
 
 def path_of(calibration: Calibration) -> Path:
-    """Return the path at which a calibration is saved.
-
-    A new calibration of the same machine, backend and device has the same path, and replaces the old one.
-    """
+    """Return the path of a calibration. A new one of the same machine, backend and device replaces it."""
     return folder() / file_name(calibration.machine, calibration.backend, calibration.device)
 
 
 def file_name(machine: str, backend: str, device: str) -> str:
-    """Return the name of the file with the rates of a device."""
     return f"{machine}-{backend}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 

@@ -148,18 +148,15 @@ class Pool:
         self._library.begin(self._pool, ctypes.byref(block))
 
     def wait_issued(self, block: Block) -> None:
-        """Wait until all copies of a block have been issued."""
         # The first call keeps the GIL. To get it back may take longer than to wait.
         if not self._library.is_issued(self._pool, ctypes.byref(block), 0):
             self._library.wait_issued(self._pool, ctypes.byref(block), 1)
 
     def wait_finished(self, block: Block) -> None:
-        """Wait until all pieces of a block have been copied."""
         if not self.is_finished(block):
             self._library.wait_finished(self._pool, ctypes.byref(block), 1)
 
     def is_finished(self, block: Block) -> bool:
-        """Return whether all pieces of a block have been copied."""
         return bool(self._library.is_finished(self._pool, ctypes.byref(block), 0))
 
     def take(self, lane: int) -> None:

@@ -76,10 +76,7 @@ def available_memory(max_age: float = 0.0) -> int:
 
 
 def available_for(size: int) -> int:
-    """Return the bytes of host memory that this process can allocate without swapping, to allocate `size`.
-
-    A recent answer is returned again only if it is at least twice `size`.
-    """
+    """Return the bytes of host memory that can be allocated now; a recent answer if `size` is far below."""
     recent = available_memory(RECENT)
     return recent if 2 * size <= recent else available_memory()
 
@@ -186,10 +183,7 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> "CpuTimes | None":
-        """Read the counters now. Return None on a system without /proc/stat.
-
-        `busy` advances in clock ticks, 10 ms on Linux, so shorter intervals cannot be measured.
-        """
+        """Read the counters now; None without /proc/stat. `busy` advances in ticks, 10 ms on Linux."""
         cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         busy = 0.0
         try:
@@ -205,9 +199,8 @@ class CpuTimes:
 def used_since(start: CpuTimes | None) -> dict[str, float] | None:
     """Return the processor time used since `start`, as a dict of numbers; None if it cannot be measured.
 
-    - "cores": the number of cores that this process may use.
-    - "own_seconds": the time of this process.
-    - "busy_seconds": the time of all programs together on these cores.
+    "cores" is the number of cores that this process may use, "own_seconds" its time, and "busy_seconds" that
+    of all programs together on these cores.
     """
     if start is None or (end := CpuTimes.now()) is None:
         return None

@@ -170,7 +170,6 @@ class _Runners:
                 return
 
     def release(self) -> None:
-        """End the idle threads."""
         while _took(self._idle):
             self._spare.put(None)
             self._work.put(None)
@@ -180,7 +179,6 @@ _runners = _Runners()
 
 
 def release() -> None:
-    """End the threads that are kept for the next run."""
     _runners.release()
 
 
@@ -247,10 +245,7 @@ def shielded_here(work: Callable[[Cancel], T]) -> T:
 
 
 def _insist(act: Callable[[], object]) -> None:
-    """Call `act`, and repeat the call whenever a signal handler interrupts it by an exception.
-
-    `act` itself must raise nothing.
-    """
+    """Call `act`, which raises nothing, again whenever a signal handler interrupts it by an exception."""
     while True:
         try:
             act()
@@ -273,10 +268,9 @@ class _SwitchInterval:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within the context, make each thread release the GIL to a waiting thread after `SWITCH_INTERVAL`.
+        """Within the context, make each thread release the GIL to a waiting one after `SWITCH_INTERVAL`.
 
-        The last of several concurrent contexts restores the previous interval, unless other code has changed
-        the interval in between.
+        The last of several contexts restores the previous interval, unless other code has changed it.
         """
         with self._lock:
             if not self._users:
