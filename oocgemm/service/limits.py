@@ -132,18 +132,13 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
     if root.folder not in found.parents:
         raise PathError(f"{text}: it is not below root {root.name}, which may have been moved")
     for place in store_of(str(found)).companions(str(found)):  # the server reads them, too
-        _check_beside(root, text, place)
-    return Path(f"{found}{dataset}")
-
-
-def _check_beside(root: Root, text: str, place: Path) -> None:
-    """Raise `PathError` if a file that is read with the array `text` leads out of its root."""
-    if os.path.lexists(place):
         try:
-            _found(root.folder, list(place.relative_to(root.folder).parts), write=False)
+            if os.path.lexists(place):
+                _found(root.folder, list(place.relative_to(root.folder).parts), write=False)
         except OSError as error:
             reason = _REASONS.get(error.errno or 0, error.strerror)
             raise PathError(f"{text}: {place.name} beside it cannot be used: {reason}") from error
+    return Path(f"{found}{dataset}")
 
 
 def display(roots: Mapping[str, Root], path: str | Path) -> str:

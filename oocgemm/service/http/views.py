@@ -128,7 +128,18 @@ class ActivityView(BaseModel):
     limit: str | None
 
 
-class JobView(BaseModel):
+class PlanView(BaseModel):
+    """What a job would occupy, and when it is predicted to start; null if that is unknown."""
+
+    plan: dict[str, Any]
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    predicted_s: float
+    predicted_start: float | None
+
+
+class JobView(PlanView):
     """A job. Paths are ROOT:PATH, sizes are in bytes, times are in seconds since 1970.
 
     `warnings` say what in the data changes what the result means.
@@ -144,12 +155,6 @@ class JobView(BaseModel):
     b: str
     c: str
     options: dict[str, Any]
-    plan: dict[str, Any]
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    predicted_s: float
-    predicted_start: float | None
     device: int | None
     attempt: int
     failures: int
@@ -193,17 +198,6 @@ class BatchView(BaseModel):
     """The jobs of a batch, in its order."""
 
     jobs: list[JobView]
-
-
-class PlanView(BaseModel):
-    """What a job would occupy, and when it is predicted to start; null if that is unknown."""
-
-    plan: dict[str, Any]
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    predicted_s: float
-    predicted_start: float | None
 
 
 class TilesView(BaseModel):
