@@ -106,7 +106,7 @@ class DevicesSession:
     """The sessions of one plan on several devices. Implements `Session`."""
 
     repeats = False
-    begins_at_once = False  # `engine.prefetch` supports one device
+    begins_at_once = False  # `engine.executor.Prefetch` supports one device
 
     def __init__(self, each: Sequence[Session], numbers: Sequence[int]) -> None:
         self._each, self._numbers = each, numbers

@@ -156,7 +156,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     """Compute a part. Return plain data: its operations and what went wrong without failing."""
     from oocgemm import backends, stores
     from oocgemm.distributed.attempts import LOG, AttemptTarget, StateTarget, clean_up
-    from oocgemm.engine.prefetch import Prefetch
+    from oocgemm.engine.executor import Prefetch
     from oocgemm.jobs.execute import execute
     from oocgemm.jobs.prepare import check_memory, prepare
     from oocgemm.jobs.stats import keeping

@@ -32,7 +32,7 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    `backends.cuda.session` enqueues the copies from host slots and from arrays that their owner has pinned,
    and makes the h2d stream wait for the events of earlier operations. Blocks of pageable arrays are copied
    through a ring of pinned buffers (`backends.cuda.pageable`), which has threads and streams of its own.
-   Their first Uploads begin before C is created (`prefetch.Prefetch`), and in a product like a recent one
+   Their first Uploads begin before C is created (`executor.Prefetch`), and in a product like a recent one
    before the rest is prepared (`jobs.run.run_again`). `submit` returns a token, the handle of the submitted
    operation. If beta != 0, the old C of the tile is read and uploaded in the same way, strip by strip.
 

@@ -13,6 +13,8 @@ earlier ones, which are queued already. So there is no deadlock. Who starts them
   pauses while too many operations are unfinished (backpressure). One more thread waits for the operations,
   and records them.
 
+The first Uploads may begin earlier, while the rest of the run is prepared (`Prefetch`).
+
 The streams of a GPU wait for each other. No thread does that for them.
 
 The first failure, or a request to cancel, stops the run: no new operation starts, all threads are joined, and
@@ -22,10 +24,11 @@ the first error is raised. Signals do not interrupt a run (`threads.shielded`).
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import islice
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol, cast
@@ -36,18 +39,21 @@ from oocgemm.backends.base import (
     DoneToken,
     HostBlock,
     Pageable,
+    Pinned,
     Session,
     Stream,
     Token,
 )
-from oocgemm.engine.staging import Staging
+from oocgemm.engine.staging import Staging, host_block
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Kind, Lane, Operation, Plan, Tier
 from oocgemm.planning.cost.coding import PANELS
 from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
-from oocgemm.planning.schedule.hazards import HazardTracker
+from oocgemm.planning.schedule.hazards import HazardTracker, Program
 from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Tile
+from oocgemm.stores import Matrix
+from oocgemm.stores.base import Retries
 from oocgemm.system.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
 
@@ -138,6 +144,9 @@ MAX_BRIEF = 0.25
 # short run waits for the first of them. With about 80 pending, the driver would block the thread, which keeps
 # the GIL then.
 MAX_UNRECORDED = 64
+# At most MAX_BEGUN Uploads begin before the run, and only those among its first MAX_SEEN operations. Copies
+# of more blocks would share streams (`backends.cuda.pageable.MAX_STREAMS`), and wait for each other.
+MAX_BEGUN, MAX_SEEN = 4, 24
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
 
@@ -188,6 +197,69 @@ def is_brief(plan: Plan) -> bool:
     0.1 ms less.
     """
     return plan.setting.enqueues and is_short(plan) and plan.prediction.total < MAX_BRIEF
+
+
+class Prefetch:
+    """The open session of a run, and the uploads that have begun while the rest of the run is prepared.
+
+    Attributes:
+        session: the memory and the streams of the run.
+        retries: repeats reads of files that fail.
+        begun: per Upload that has begun, by its place in the schedule, its token, or the function that waits
+            until its block has been read and returns its token. The run takes them out.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.retries = session, Retries()
+        self.begun: dict[int, Token | Callable[[], Token]] = {}
+        self._called = False
+
+    def begin(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
+        """Begin the first Uploads that wait for no other operation, unless that was done before.
+
+        Only Uploads of arrays in memory, and of files in the page cache that compiled code reads, can begin.
+        Reads of other files may have to be repeated, and only a run can be told to stop that. `operands` are
+        A and B by name.
+        """
+        streamed = [operand for operand in ("A", "B") if plan.slots.streams(operand)]
+        if self._called or not self.session.begins_at_once or not streamed:
+            return
+        self._called = True
+        # A plan keeps its program, so one of many operations is not asked for it.
+        program = plan.program if is_short(plan) or self.session.repeats else Program(plan.schedule())
+        first = [
+            (number, operation)
+            for number, (operation, waits) in enumerate(islice(program, MAX_SEEN))
+            if not waits and operation.kind is Kind.UPLOAD and operation.operand in streamed
+        ]
+        if first:
+            with self.session.worker(Stream(first[0][1].device, first[0][1].stream)):
+                for number, operation in first[:MAX_BEGUN]:
+                    try:
+                        self._begin(plan, operands[operation.operand], number, operation)
+                    except Exception as error:
+                        located = located_error(error, operation)
+                        if located is error:
+                            raise
+                        raise located from error
+
+    def _begin(self, plan: Plan, matrix: Matrix, number: int, operation: Operation) -> None:
+        block = host_block(plan, matrix, operation, self.retries.read)
+        if isinstance(block, Pageable) and (block.memory is not None or block.stored is not None):
+            self.begun[number] = self.session.begin(operation, block, [])
+        elif isinstance(block, Pinned) and self.session.keeps(operation):
+            self.begun[number] = self.session.submit(operation, block, [])
+
+    def close(self, *, failed: bool) -> None:
+        """Wait for all that has begun, and close the session."""
+        if failed:
+            self.retries.stop()
+        while self.begun:
+            begun = self.begun.popitem()[1]
+            with suppress(Exception):  # the run has failed already
+                if callable(begun):
+                    begun()
+        self.session.close(failed)
 
 
 @dataclass(slots=True)
@@ -248,7 +320,7 @@ class Run:
                 the disk. The thread that ran the tile's last Write calls it.
             verifier: checks strips of C. A strip that fails is not written.
             first: the number that the first operation gets. Spans refer to operations by number.
-            begun: Uploads that the session has begun (`prefetch.Prefetch`), by their places in the schedule.
+            begun: Uploads that the session has begun (`Prefetch`), by their places in the schedule.
                 The run takes them out.
             started: called when the first operation has ended.
         """

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm import stores
 from oocgemm.backends.base import Session
-from oocgemm.engine.executor import Run, is_short
+from oocgemm.engine.executor import Prefetch, Run, is_short
 from oocgemm.engine.mirror import outside_kept
-from oocgemm.engine.prefetch import Prefetch
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError, OocGemmError
 from oocgemm.jobs import output

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from oocgemm import backends, planning, stores
 from oocgemm.backends import Backend
-from oocgemm.engine.executor import is_brief
-from oocgemm.engine.prefetch import Prefetch
+from oocgemm.engine.executor import Prefetch, is_brief
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.jobs import support
 from oocgemm.jobs.execute import check_log, check_log_apart, execute
