@@ -89,21 +89,26 @@ def kernel_rates(people: int) -> dict[str, float]:
     import cupy
 
     from oocgemm.backends.cuda.launch import Kernels
-    from oocgemm.kernels.launches import expand_grid, expand_options
+    from oocgemm.kernels.launches import ElementNumbers, Elements, expand_grid, expand_options
+    from oocgemm.planning.elements import ElementStep
 
     found, rows = {}, people // 4 * 4
     for (stored, result), shape in product(
         (("int8", "float16"), ("float32",) * 2), ((rows, 2048), (2048, rows))
     ):
-        options = expand_options(stored, result, shape[1] == 2048, -1.0, False, 4)
+        axis = "cols" if shape[1] == 2048 else "rows"
+        steps = (
+            ElementStep("impute", axis, constants=(-1.0,)),
+            *(ElementStep(kind, axis) for kind in ("center", "scale")),
+        )
+        options = expand_options(stored, result, steps, 4)
         function = Kernels(0).plain("expand", "expand", options)
         x, y = (cupy.zeros(shape, dtype) for dtype in (stored, result))
-        numbers = cupy.ones((3, 2048))
-        values = (
-            *(ctypes.c_void_p(x.data.ptr), *map(ctypes.c_longlong, shape), ctypes.c_double(-1)),
-            *(ctypes.c_void_p(row.data.ptr) for row in numbers),
-            ctypes.c_void_p(y.data.ptr),
-        )
+        numbers, elements = cupy.ones((3, 2048)), Elements()
+        for number, step in enumerate(steps):
+            elements.steps[number] = ElementNumbers(numbers[number].data.ptr, *step.constants)
+        extents = map(ctypes.c_longlong, shape)
+        values = ctypes.c_void_p(x.data.ptr), *extents, elements, ctypes.c_void_p(y.data.ptr)
         seconds = []
         for _ in range(9):
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
