@@ -5,6 +5,7 @@ Nothing is written, and no file is changed or lost.
 
 import re
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,24 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy_of(everything, tmp_path / "here", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shared(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    """A copy that no test changes, and its contents."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = copy_of(everything, tmp_path_factory.mktemp("shared") / "here", patch)
+        return folder, contents(folder)
+
+
+@pytest.fixture
+def untouched(shared: tuple[Path, dict[str, object]], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work in a folder that tests share, and check that the test has changed nothing there."""
+    folder, before = shared
+    monkeypatch.delenv("OOCGEMM_DEBUG", raising=False)
+    monkeypatch.chdir(folder)
+    yield
+    assert contents(folder) == before
 
 
 # File or folder that is no operand -> a part of the error.
@@ -60,15 +79,14 @@ OPERANDS = {
 } | {f"a-{dtype}{end}": "supported are float16" for dtype in UNSUPPORTED for end in ("", ".npy")}
 
 
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(("operand", "part"), OPERANDS.items(), ids=OPERANDS)
-def test_an_unusable_operand_is_named(here: Path, operand: str, part: str) -> None:
-    before = contents(here)
+def test_an_unusable_operand_is_named(operand: str, part: str) -> None:
     other = "a" if operand == "square" else "b"
     assert_one_line(run(operand, other, "new"), EXIT_USAGE, part)
     with pytest.raises(InputError) as raised:
         oocgemm.matmul(operand, other, out="new", backend="host")
     assert part in str(raised.value)
-    assert contents(here) == before
 
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 1 << 40])
@@ -88,12 +106,11 @@ def test_a_refused_thread_is_not_reported_as_a_missing_array(
     assert not re.search("no zarr array", done.err)
 
 
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("operand", ["missing", "group", "cube", "a-int32.npy", "short.npy"])
-def test_either_operand_may_be_the_bad_one(here: Path, operand: str) -> None:
-    before = contents(here)
+def test_either_operand_may_be_the_bad_one(operand: str) -> None:
     assert_one_line(run("b", operand, "new"), EXIT_USAGE, "B")
     assert_one_line(command("plan", "b", operand, "--backend", "host"), EXIT_USAGE, "B")
-    assert contents(here) == before
 
 
 SAME, EXISTS = "C is the same array as ", "C exists at "
@@ -152,13 +169,10 @@ RESULTS = {
 }
 
 
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(("places", "options", "part"), RESULTS.values(), ids=RESULTS)
-def test_a_path_that_cannot_store_c_is_left_unchanged(
-    here: Path, places: str, options: str, part: str
-) -> None:
-    before = contents(here)
+def test_a_path_that_cannot_store_c_is_left_unchanged(places: str, options: str, part: str) -> None:
     assert_one_line(run(*places.split(" "), *options.split()), EXIT_USAGE, part)
-    assert contents(here) == before
 
 
 # Option with a bad value -> (exit code, a part of the error).
@@ -214,13 +228,12 @@ OPTIONS: dict[str, tuple[int, str]] = {
 }
 
 
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(
     ("options", "code", "part"), [(o, *e) for o, e in OPTIONS.items()], ids=[o[:40] for o in OPTIONS]
 )
-def test_a_bad_option_is_named(here: Path, options: str, code: int, part: str) -> None:
-    before = contents(here)
+def test_a_bad_option_is_named(options: str, code: int, part: str) -> None:
     assert_one_line(run("a.npy", "b", "new", *options.split()), code, part)
-    assert contents(here) == before
 
 
 def test_a_bad_option_of_plan_is_named() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import zarr
 
+from tests.support.built import copy_built
 from tests.support.problems import Array, integers
 
 RNG = np.random.default_rng(11)
@@ -26,6 +27,10 @@ def folder_of_arrays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create all of `ARRAYS` in a folder, and make it the working directory."""
     monkeypatch.chdir(folder)
     monkeypatch.delenv("OOCGEMM_DEBUG", raising=False)
-    for name, array in ARRAYS.items():
-        zarr.create_array(name, data=array, chunks=(4, 4), compressors=None)
+    copy_built("cli-arrays", _build, folder)
     return folder
+
+
+def _build(folder: Path) -> None:
+    for name, array in ARRAYS.items():
+        zarr.create_array(folder / name, data=array, chunks=(4, 4), compressors=None)

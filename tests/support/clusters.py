@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import psutil
 import zarr
 
 from tests.support import TOP
-from tests.support.native import BUILDS
+from tests.support.built import copy_built
 
 # Every process of a test has its folder in this variable, so that processes of other tests are not found.
 MARK = "OOCGEMM_TEST_MARK"
@@ -99,16 +100,15 @@ def cluster(folder: Path, workers: int, *options: str, **settings: str) -> Itera
 
 
 def store_operands(folder: Path, extent: int, dtype: str = "float64", seed: int = 0) -> None:
-    """Store random A, B and the old C, each as a zarr array. They are built once and copied for each test."""
-    kept = Path(os.environ[BUILDS], f"operands-{extent}-{dtype}-{seed}")
-    if not kept.exists():
-        rng, new = np.random.default_rng(seed), kept.with_name(f"{kept.name}.{os.getpid()}")
-        for name in ("A", "B", "old"):
-            array = _random(rng, extent, dtype)
-            zarr.create_array(new / f"{name}.zarr", data=array, chunks=(extent // 12, extent // 12))
-        with suppress(OSError):  # another process has built them meanwhile
-            new.rename(kept)
-    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    """Store random A, B and the old C, each as a zarr array."""
+    copy_built(f"operands-{extent}-{dtype}-{seed}", partial(_build_operands, extent, dtype, seed), folder)
+
+
+def _build_operands(extent: int, dtype: str, seed: int, folder: Path) -> None:
+    rng = np.random.default_rng(seed)
+    for name in ("A", "B", "old"):
+        array = _random(rng, extent, dtype)
+        zarr.create_array(folder / f"{name}.zarr", data=array, chunks=(extent // 12, extent // 12))
 
 
 def _random(rng: np.random.Generator, extent: int, dtype: str) -> Any:

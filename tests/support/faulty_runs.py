@@ -1,6 +1,7 @@
 """Runs that are to fail: operands, how they are stored, and what must hold after a failure."""
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import oocgemm
 from oocgemm import InputError, OocGemmError
 from oocgemm.jobs import resume
 from oocgemm.planning import Plan
+from tests.support.built import copy_built
 from tests.support.faults import nothing_left
 
 M, N, K, CHUNK = 40, 50, 30, 10
@@ -39,7 +41,12 @@ DIRECT = [kind for kind in STORES if kind != "filtered"]
 
 def store(place: Path, kind: str, values: Any = A) -> Path:
     options = {"chunks": (CHUNK, CHUNK)} | STORES[kind]
-    zarr.create_array(place, shape=values.shape, dtype="f8", **options)[:] = values
+    digest = sha256(np.ascontiguousarray(values).tobytes()).hexdigest()[:16]
+
+    def build(folder: Path) -> None:
+        zarr.create_array(folder, shape=values.shape, dtype="f8", **options)[:] = values
+
+    copy_built(f"{kind}-{'x'.join(map(str, values.shape))}-{digest}", build, place)
     return place
 
 

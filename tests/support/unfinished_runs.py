@@ -13,6 +13,7 @@ from oocgemm.jobs.journal import read
 from oocgemm.jobs.resume import Committer
 from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import Tile
+from tests.support.built import copy_built
 from tests.support.command import Finished, own_threads, run
 
 TILE = ("--tile", "4x4x4")
@@ -59,6 +60,10 @@ def finished_chunk(c: Path) -> Path:
 
 def store_operands() -> None:
     """Store the operands in the working directory, each as a zarr array and as a .npy file."""
+    copy_built("unfinished-operands", _build, Path())
+
+
+def _build(folder: Path) -> None:
     for name, array in (("a", A), ("b", B), ("old", C)):
-        zarr.create_array(name, data=array, chunks=(4, 4), compressors=None)
-        np.save(name, array)
+        zarr.create_array(folder / name, data=array, chunks=(4, 4), compressors=None)
+        np.save(folder / name, array)
