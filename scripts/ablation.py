@@ -2,9 +2,9 @@
 """Switch off one part of the planner at a time, and compare the predicted times of the plans.
 
 The script needs no hardware. The virtual clock predicts the times. The products are those of
-`bench_grid.py`, some larger ones in files, and random ones. A part is worth its lines if, without it, the
-geometric mean of the times is at least 1% longer, or a product takes more than 5% longer, or runs in which
-nothing overlaps would take 1% longer. The script fails if a part is not.
+`bench_grid.py`, some larger ones in files, random ones, and one that the host's copies limit. A part is worth
+its lines if, without it, the geometric mean of the times is at least 1% longer, or a product takes more than
+5% longer, or runs in which nothing overlaps would take 1% longer. The script fails if a part is not.
 
 The quick form plans some of the products, and those that lose most without a part according to the results
 file.
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 from plan_settings import random_settings, settings
 
-from oocgemm.planning import Setting, make_plan
+from oocgemm.planning import Budgets, GemmProblem, InMemory, Layouts, Setting, default_model, make_plan
 from oocgemm.planning.search import planner, shapes
 
 RESULTS = Path(__file__).resolve().parent / "bench/results/ablation.json"
@@ -59,6 +59,14 @@ def products() -> Iterator[tuple[str, Setting]]:
     """Yield the name and the inputs of the planner of each product."""
     yield from settings()
     yield from ((f"random {name}", setting) for name, setting in random_settings(RANDOM))
+    yield "cuda 196608x2048x2048 float64 narrow pageable", copied_by_the_host()
+
+
+def copied_by_the_host() -> Setting:
+    """Return a product whose plans all take as long, because the host copies all blocks."""
+    p = GemmProblem.of(196_608, 2048, 2048, *("float64",) * 4)
+    layouts = Layouts(*(InMemory(zero_copy_width=100) for _ in "ABC"))
+    return Setting(p, default_model("cuda", 16), layouts, Budgets(100 << 30, 50 << 30))
 
 
 Times = tuple[float, float, float]

@@ -90,7 +90,7 @@ def simulated(case: str) -> dict[int, float]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_table_agrees_with_the_simulated_workers(case: str) -> None:
     errors = {found.workers: found.seconds / simulated(case)[found.workers] - 1 for found in table_of(case)}
-    assert max(map(abs, errors.values())) <= 0.03, errors
+    assert max(map(abs, errors.values())) <= 0.04, errors
 
 
 def test_most_random_products_agree_with_the_simulated_workers() -> None:

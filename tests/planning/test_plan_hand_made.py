@@ -9,14 +9,26 @@ from dataclasses import replace
 
 import pytest
 
-from oocgemm.errors import BudgetError
-from oocgemm.planning import Budgets, InMemory, Layouts, MachineModel, TileShape, default_model, make_plan
+from oocgemm.errors import BudgetError, InputError
+from oocgemm.planning import (
+    Budgets,
+    Chunked,
+    InMemory,
+    Layouts,
+    MachineModel,
+    TileShape,
+    Writing,
+    default_model,
+    make_plan,
+)
 from oocgemm.planning.problem import GemmProblem
 from tests.support.plan_cases import GIB, MIB, STORED, problem
 
 GAIN = 0.02  # a hand-made tile may be predicted this much faster
 GPU, HOST = default_model("cuda", 16), default_model("host", 2)
 SLOW_LINK = replace(GPU, h2d=20e9, d2h=20e9)
+FAST_WRITES = replace(GPU, write=20e9)
+SMALL_CHUNKS = Layouts(Chunked((512, 512)), Chunked((512, 512)), Chunked(writing=Writing((512, 512))))
 PAGEABLE = Layouts(*(InMemory(zero_copy_width=4096),) * 3)
 
 
@@ -48,6 +60,7 @@ def hand_made(p: GemmProblem) -> Iterator[TileShape]:
         (problem(8192, 8192, 8192), Budgets(2 * GIB, 4 * GIB), GPU, STORED),
         (problem(30_000, 300, 300), Budgets(2 * GIB, 4 * GIB), GPU, None),
         (problem(40_000, 30_000, 20_000, beta=1), Budgets(4 * GIB, 4 * GIB), SLOW_LINK, PAGEABLE),
+        (problem(16_384, 16_384, 16_384), Budgets(4 * GIB, 4 * GIB), FAST_WRITES, SMALL_CHUNKS),
     ],
     ids=[
         "few-rows-int8",
@@ -57,6 +70,7 @@ def hand_made(p: GemmProblem) -> Iterator[TileShape]:
         "square",
         "tall",
         "slow-link",
+        "small-chunks",
     ],
 )
 def test_no_hand_made_tile_is_predicted_faster(
@@ -65,10 +79,10 @@ def test_no_hand_made_tile_is_predicted_faster(
     layouts = layouts or pinned(product)
     own = make_plan(product, budgets, machine, layouts).considered[0].prediction.total
     faster = {}
-    for tile in (*hand_made(product), TileShape(1024, 16_384, 4096)):
+    for tile in (*hand_made(product), TileShape(1024, 16_384, 4096), TileShape(5632, 8192, 1024)):
         try:
             total = make_plan(product, budgets, machine, layouts, tile).considered[0].prediction.total
-        except BudgetError:
+        except (BudgetError, InputError):
             continue
         if total < (1 - GAIN) * own:
             faster[str(tile)] = total / own

@@ -51,6 +51,8 @@ MIN_PART_SECONDS, FINER = 60.0, 4
 # Where each worker has whole rows of tiles, no part should be larger than an equal share by more than this
 # factor. So there are up to this many rows per worker.
 UNEVEN, ROWS_PER_WORKER = 0.15, 4
+# Of rectangles of tiles and of smaller tiles, the PAIRS with which workers read least are tried.
+PAIRS = 2
 # The choice is made among at most MAX_WORKERS workers. Of numbers above EVERY, those with a prime factor
 # above MAX_FACTOR are left out: C cannot be divided into nearly square parts.
 MAX_WORKERS, EVERY, MAX_FACTOR = 1024, 16, 7
@@ -163,17 +165,17 @@ def divisions(plan: Plan, parts: int, *, keep_tile: bool = False, whole_k: bool 
     down, across = plan.grid.shape
     found = [
         DividedPlan(plan, (*pair, 1)) for pair in _pairs(plan, parts) if pair[0] <= down and pair[1] <= across
-    ][:1]
+    ][:PAIRS]
     if not keep_tile:
         finer = (finer_tiles(plan, pair) for pair in _pairs(plan, parts))
-        found += [one for one in finer if one is not None][:1]
+        found += [one for one in finer if one is not None][:PAIRS]
     rectangles = max(x for x in range(1, down * across + 1) if parts % x == 0) if parts > 1 else 1
     slices = parts // rectangles
     if 1 < slices <= plan.grid.steps and not whole_k and allows_k_split(plan):
         pairs = _pairs(plan, rectangles)
         found += [
             DividedPlan(plan, (*pair, slices)) for pair in pairs if pair[0] <= down and pair[1] <= across
-        ][:1]
+        ][:PAIRS]
     return found
 
 

@@ -27,6 +27,7 @@ from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.device_memory import epilogue_bytes, factor_bytes, scale_bytes
 from oocgemm.planning.emulation import MAX_DEPTH, STRIP_ROWS, work_bytes
 from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.search.slot_counts import MAX_DRAIN, STAGED_STRIPS, STRIP_BYTES, STRIPS
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
@@ -50,19 +51,19 @@ DEPTH_FACTORS = (2, 0.5)
 # A depth in `Shapes.depths` is taken instead of a changed one that differs by at most this part.
 NEAR_DEPTH = 0.05
 # The estimate is improved from this many shapes, as long as each change gains at least the part MIN_GAIN.
-STARTS, MIN_GAIN = 4, 0.002
+STARTS, MIN_GAIN = 2, 0.002
 # Shapes of similar extents are likely to be misjudged alike. Each is ranked as if it took this much longer
 # than the one before it.
 ALIKE = 0.04
 # Shapes that multiply for longer than the least estimate by this factor are hopeless.
 HOPELESS = 1.3
-# This part of the time that a run would take if nothing overlapped is added to estimates.
+# This part of the time that a run would take if nothing overlapped is added to estimates. Without it, many
+# shapes have equal estimates where something limits them all, such as the host's copies.
 SERIAL = 0.05
-# Target bytes and maximum number of strips of C, and the bytes of thin ones, as `slot_counts` chooses them;
-# operations per step, and per strip without and with a Finish; and the part of the host budget that caches
-# panels.
-STRIP_BYTES, STRIPS, STAGED_STRIPS, THIN_STRIP_BYTES = 32 << 20, 3, 10, 1 << 20
+# Operations per step, and per strip without and with a Finish; and the part of the host budget that caches
+# panels. Bytes of thin strips of C, and host slots per operand, as `slot_counts` chooses them.
 PER_STEP, PER_STRIP, CACHING = 3.5, (1, 4), 0.97
+THIN_STRIP_BYTES, HOST_SLOTS = 1 << 20, 3
 # If A, B and C are multiplied in place, one product takes about CALL_SECONDS seconds, and has at least
 # MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
 CALL_SECONDS, MIN_CALL_ROWS = 0.5, 1024
@@ -273,9 +274,9 @@ class Shapes:
         write = 0.0 if self._streams_c else prices.write(strip, n) * strips
         download = 0.0 if machine.unified else prices.download(strip, n) * strips
         out = max(write, download)
-        # While the strips of a tile leave one by one, its last step runs, and the first one of the next tile.
+        # While the strips of the last tile leave one by one, its last steps run.
         hidden = step * (1 - 1 / strips)
-        tail = max(out / strips, out - hidden)
+        tail = max(out / strips, out - min(steps, MAX_DRAIN) * hidden)
         if c == 1 and down * across > 1:
             each += self._turn(m, n, k, step, strips, (out, download))
         # Seconds per byte to read, upload and stage panels.
@@ -291,8 +292,7 @@ class Shapes:
         old_read = tiles * prices.read("C", m, n) if self._reads_c else 0.0
         old_up = tiles * prices.upload("C", m, n) if self._reads_c and not machine.unified else 0.0
         copied = tiles * strips * prices.staged("C", strip, n) * (2 if self._reads_c else 1)
-        faults = prices.accumulator_faults(m, n) * c + prices.faults("A", m, own_a // (m * self._a))
-        faults += prices.faults("B", own_b // (n * self._b), n)
+        faults = prices.accumulator_faults(m, n) * c + self._panel_faults(m, n, k)
         host = max(0.0, self._caching - 3 * (size_a + size_b))
         # Whole panels are cached.
         a = m * self._k * self._a, self._m * self._k * self._a, own_a + free // size_a * size_a
@@ -321,12 +321,12 @@ class Shapes:
                 waits = (
                     max(0.0, min(1.0, room / line) * (1 - spare) * line * slow - each) if others > 1 else 0.0
                 )
-                begun = line * slow
+                begun = faults + line * slow
                 total = max(
-                    first + tiles * each + (lines - 1) * waits,
+                    faults + first + tiles * each + (lines - 1) * waits,
                     begun + column * slow_passing + step + (tiles - tiles / (lines * others)) * each,
                     begun + whole_passing * slow_passing + (lines - 1) * (tiles / lines * each + waits),
-                    reading + size_b * costs_b[1] + step,
+                    faults + reading + size_b * costs_b[1] + step,
                     size_a * costs_a[0] + uploading + step,
                 )
                 issue = (
@@ -339,6 +339,11 @@ class Shapes:
             serial = tiles * each + reading + uploading + tiles * (write + download)
             least = min(least, total + SERIAL * serial)
         return least
+
+    def _panel_faults(self, m: int, n: int, k: int) -> float:
+        """Estimate the seconds of page faults of the first Reads into the least numbers of slots."""
+        on_a, on_b = (2, 2) if self._setting.machine.unified else (HOST_SLOTS * x for x in self._in_slots)
+        return on_a * self._prices.faults("A", m, k) + on_b * self._prices.faults("B", k, n)
 
     def _turn(
         self, m: int, n: int, k: int, step: float, strips: float, leaving: tuple[float, float]
