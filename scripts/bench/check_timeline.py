@@ -171,7 +171,7 @@ def compare(result: oocgemm.Result, streams: Sequence[Sequence[Activity]]) -> di
     other = replace(
         timeline,
         spans=tuple(
-            replace(s, start=traced_times[s.id][0], end=traced_times[s.id][1]) if s.id in traced_times else s
+            s._replace(start=traced_times[s.id][0], end=traced_times[s.id][1]) if s.id in traced_times else s
             for s in timeline.spans
         ),
     )
