@@ -50,7 +50,7 @@ from oocgemm.planning import Kind, Lane, Operation, Plan, Tier
 from oocgemm.planning.cost.coding import PANELS
 from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
 from oocgemm.planning.schedule.hazards import HazardTracker, Program
-from oocgemm.planning.schedule.operation import Block
+from oocgemm.planning.schedule.operation import STORE_KINDS, Block
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Retries
@@ -126,7 +126,6 @@ POLL_INTERVAL = 4e-3
 # Number of pageable blocks that are copied at the same time on a stream: while the last pieces of one block
 # are copied, other threads begin the next block.
 PAGEABLE_WORKERS = 4
-STORE_KINDS = (Kind.READ, Kind.WRITE)
 # Their launches name their streams. So the thread that starts them may be prepared for any stream (`worker`).
 _COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
 # A run takes less time than its threads take to start if it has at most MAX_SHORT_STEPS steps, and if A, B
@@ -548,10 +547,7 @@ class Run:
             self._fail(located_error(error, f"stream {stream.lane}"))
 
     def _workers_of(self, operation: Operation) -> StreamThreads | None:
-        """Return the threads of an operation's stream.
-
-        Return None if the operation is only enqueued, so that no thread waits for the host or another device.
-        """
+        """Return the threads of an operation's stream; None if it is only enqueued, and nobody waits."""
         on_store = operation.kind in STORE_KINDS
         pageable = operation.kind in _COPIES and operation.operand in self._pageable
         if operation.kind in self._session.asynchronous and not (operation.peer or pageable):
@@ -675,10 +671,7 @@ class Run:
         return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:
-        """Wait for submitted operations in order, and pass the span of each to the observer.
-
-        Runs in a thread of its own, because it waits for the device.
-        """
+        """Wait for submitted operations in order, and pass the span of each to the observers."""
         while (item := self._in_flight.get()) is not None:
             if self._in_flight.empty():
                 self._all_submitted.wait(POLL_INTERVAL)

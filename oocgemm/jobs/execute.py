@@ -192,10 +192,12 @@ def execute(
             _note(staging.retried, facts["retried"])
             facts["held"] = {"device": session.device_bytes(), "host": staging.slots.arena.nbytes}
             kernels = session.kernels_used()
+            # If C is in memory and nothing is unpinned, a thread for that would gain nothing.
+            frees_little = job.plan.layouts.c.in_memory and all(map(job.plan.slots.streams, "ABC"))
             if target.whole and _needs_samples(job):
                 staging.close()
                 opened.close()  # its memory is free for the samples
-            elif not (is_short(job.plan) or _frees_little(job.plan)):
+            elif not (is_short(job.plan) or frees_little):
                 cleanup.enter_context(_freeing(staging, opened))
         if isinstance(target.matrix, Merging):
             target.matrix = target.matrix.merged()
@@ -243,11 +245,6 @@ def _note(retried: list[str], facts: list[str]) -> None:
     facts += retried
     for failed in retried:
         logger.warning("read again after a failure: %s", failed)
-
-
-def _frees_little(plan: Plan) -> bool:
-    """Return whether C is in memory and nothing is unpinned, so that a thread for that would gain nothing."""
-    return plan.layouts.c.in_memory and all(map(plan.slots.streams, "ABC"))
 
 
 @contextmanager

@@ -331,10 +331,7 @@ def _values(lines: Iterable[str]) -> Iterator[Any]:
 
 
 def _common(part: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the values of the fields in `COMMON` from a line that contains only these fields.
-
-    Raises `ValueError` or `LookupError` if the line is damaged.
-    """
+    """Return the values of the fields in `COMMON` from their line. Raises an error if it is damaged."""
     *texts, device, worker = found = tuple(part[name] for name in COMMON)
     if not all(isinstance(text, str) for text in texts) or not (_is_count(device) and _is_count(worker)):
         raise ValueError(f"{part} is damaged")
@@ -343,10 +340,7 @@ def _common(part: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
-    """Return the span that a row stores. `common` lists the values of the fields that spans share.
-
-    Raises `ValueError`, `LookupError` or `TypeError` if the row is damaged.
-    """
+    """Return the span that a row stores. Raises an error if it is damaged."""
     *counts, back = row
     number, which, i, j, step, start, length, size, flops = counts
     if not all(map(_is_count, counts)) or not all(_is_count(b) and 0 < b <= number for b in back):

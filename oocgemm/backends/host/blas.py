@@ -133,10 +133,7 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
 
 
 def _ask(question: str) -> str | None:
-    """Call OpenBLAS's function `openblas_<question>`, which takes no arguments and returns text.
-
-    Returns None if the library is not OpenBLAS.
-    """
+    """Call OpenBLAS's function `openblas_<question>`, which returns text; None if it is another library."""
     found = _library()
     if found is None:
         return None
@@ -181,10 +178,7 @@ def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
 
 
 def _leading(x: Array) -> int:
-    """Return the leading dimension of an array: the distance between its rows, in elements.
-
-    It exceeds the number of columns if the array is a view of some columns of a wider array.
-    """
+    """Return the distance between the rows of an array, in elements: a view may be of a wider array."""
     apart = int(x.strides[0]) // x.itemsize if x.shape[0] > 1 else 0
     return max(1, int(x.shape[1]), apart)
 

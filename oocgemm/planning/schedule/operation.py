@@ -189,6 +189,8 @@ def lane_and_stream(kind: Kind, operand: str, coded: bool, turned: bool, peer: b
     return lane, f"{lane.value}-c" if operand == "C" and kind in (Kind.READ, Kind.UPLOAD) else lane.value
 
 
+# Kinds of operations on a store.
+STORE_KINDS = (Kind.READ, Kind.WRITE)
 # The ranges of rows and columns of a block.
 Block = tuple[Range, Range]
 

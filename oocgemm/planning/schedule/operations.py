@@ -46,6 +46,7 @@ from oocgemm.planning.cover import WHOLE
 from oocgemm.planning.lowering import Lowered, lower
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import (
+    STORE_KINDS,
     Kind,
     Operation,
     Region,
@@ -59,7 +60,6 @@ from oocgemm.planning.schedule.placement import Counts, Loads, Placed, Placing, 
 from oocgemm.planning.schedule.traversal import NextUse
 from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
-STORE_KINDS = (Kind.READ, Kind.WRITE)
 NOTHING: Range = (0, 0)
 
 
