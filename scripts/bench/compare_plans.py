@@ -1,7 +1,9 @@
 """Compare the plans of two versions of the planner, priced by the clock of the second one.
 
-usage: compare_plans.py save FILE     in the first version: writes how each product is planned
-       compare_plans.py against FILE  in the second one: prices both plans of each product
+usage: compare_plans.py save FILE [SEED]     in the first version: writes how each product is planned
+       compare_plans.py against FILE [SEED]  in the second one: prices both plans of each product
+
+SEED is that of the random products, by default the one of the ablation.
 """
 
 import json
@@ -22,10 +24,10 @@ from oocgemm.planning.cost.clock import Prediction, predict
 RANDOM = 200
 
 
-def products() -> Iterator[tuple[str, Setting]]:
+def products(seed: int) -> Iterator[tuple[str, Setting]]:
     """Yield the products of the ablation and random ones."""
     yield from ((f"grid {name}", setting) for name, setting in settings())
-    yield from ((f"random {name}", setting) for name, setting in random_settings(RANDOM))
+    yield from ((f"random {name}", setting) for name, setting in random_settings(RANDOM, seed))
 
 
 def candidate(data: dict[str, Any]) -> Candidate:
@@ -39,10 +41,10 @@ def priced(setting: Setting, one: Candidate) -> Prediction:
     return predict(setting.enqueued, one)
 
 
-def main(how: str, path: Path) -> None:
+def main(how: str, path: Path, seed: int = 5) -> None:
     """Write the plans of this version, or compare them with those in a file."""
     found = dict[str, Any]()
-    for name, setting in products():
+    for name, setting in products(seed):
         started = time.process_time()
         plan = make_plan(setting.problem, setting.budgets, setting.machine, setting.layouts)
         found[name] = {"candidate": asdict(plan.candidate), "seconds": time.process_time() - started}
@@ -52,7 +54,7 @@ def main(how: str, path: Path) -> None:
     before = json.loads(path.read_text())
     for group in ("grid", "random"):
         rows = []
-        for name, setting in products():
+        for name, setting in products(seed):
             if name.startswith(group) and name in before:
                 old, new = (priced(setting, candidate(x[name]["candidate"])) for x in (before, found))
                 rows.append((new.total / old.total, new.serial / old.serial if old.serial else 1.0, name))
@@ -67,4 +69,4 @@ def main(how: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
