@@ -3,6 +3,7 @@
 import itertools
 import pickle
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oocgemm.planning import Kind, Operation, Schedule, Slots, TileGrid, TileShape
+from oocgemm.planning import Kind, Op, Operation, Schedule, Slots, TileGrid, TileShape
 from oocgemm.planning.schedule.hazards import HazardTracker, Program
 from oocgemm.planning.schedule.placement import Placing
 from oocgemm.planning.schedule.traversal import Traversal, walk
@@ -206,6 +207,23 @@ def test_steps_run_by_strips_between_tiles_and_at_the_end(
     assert by_strips(first=True, last=False) == first
     assert by_strips(first=False, last=False) == between
     assert by_strips(first=False, last=True) == last
+
+
+@given(schedules(), st.sampled_from(list(Op)), st.sampled_from(list(Op)))
+def test_an_operation_carries_what_follows_from_its_place(schedule: Schedule, op_a: Op, op_b: Op) -> None:
+    schedule = replace(schedule, problem=changed(schedule.problem, trans_a=op_a, trans_b=op_b))
+    grid, writes, parts = schedule.grid, Counter[Any](), dict[Any, int]()
+    for one in schedule:
+        assert one.whole == (grid.rows(one.tile[0]), grid.cols(one.tile[1]))
+        assert one.lane == {Kind.MULTIPLY: "compute", Kind.FINISH: "compute"}.get(one.kind, one.lane)
+        assert one.stream in (one.lane, f"{one.lane}-c")
+        assert (one.stream != one.lane) == (one.operand == "C" and one.kind in (Kind.READ, Kind.UPLOAD))
+        swaps = one.operand in "AB" and (op_a if one.operand == "A" else op_b) is not Op.N
+        assert one.stored == (one.block[::-1] if swaps else one.block)
+        if one.kind is Kind.WRITE:
+            writes[one.tile] += 1
+            assert parts.setdefault(one.tile, one.parts) == one.parts
+    assert writes == parts
 
 
 @given(schedules(), st.lists(st.integers(0, 40), max_size=5))
