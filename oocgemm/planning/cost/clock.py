@@ -89,18 +89,12 @@ class Prediction:
 
 
 def predict(
-    setting: Setting,
-    candidate: Candidate,
-    prices: Prices | None = None,
-    *,
-    last_drains: bool = True,
-    tiles: Sequence[Tile] = (),
+    setting: Setting, candidate: Candidate, prices: Prices | None = None, *, last_drains: bool = True
 ) -> Prediction:
-    """Predict the seconds of a run of a candidate on one device.
+    """Predict the seconds of a run of a candidate over all of C, on one device.
 
-    The run computes all of C or, of a square cover, the given `tiles`. `last_drains` tells that the last tile
-    of the product is among the tiles of the run. Only the steps of that tile run strip by strip at its end,
-    so that its strips drain meanwhile.
+    `last_drains` tells that the last tile of the product is among the tiles of the run. Only the steps of
+    that tile run strip by strip at its end, so that its strips drain meanwhile.
     """
     problem = setting.problem
     grid = TileGrid.of(problem, candidate.tile, candidate.slots.strip)
@@ -111,7 +105,7 @@ def predict(
         clock = _Clock(prices or Prices(setting), candidate, grid, end if last_drains else None)
         clock.run()
         return clock.prediction()
-    tiles = tiles or problem.cover.order(grid.shape[0], candidate.traversal.band, grid.tile.m)
+    tiles = problem.cover.order(grid.shape[0], candidate.traversal.band, grid.tile.m)
     left_out = max(0, len(tiles) - MAX_LISTED)
     listed = tiles[left_out // 2 : left_out // 2 + MAX_LISTED]
     clock = _Clock(prices or Prices(setting), candidate, grid, listed[-1] if last_drains else None)
