@@ -51,7 +51,7 @@ DEPTH_FACTORS = (2, 0.5)
 # A depth in `Shapes.depths` is taken instead of a changed one that differs by at most this part.
 NEAR_DEPTH = 0.05
 # The estimate is improved from this many shapes, as long as each change gains at least the part MIN_GAIN.
-STARTS, MIN_GAIN = 2, 0.002
+STARTS, MIN_GAIN = 3, 0.002
 # Shapes of similar extents are likely to be misjudged alike. Each is ranked as if it took this much longer
 # than the one before it.
 ALIKE = 0.04
