@@ -52,7 +52,7 @@ PRUNE, NEAR = 1.5, 1.1
 NEAR_BOUND = 1.02
 # Of square covers, the clock runs at most so many candidates with tiles of all sizes, and as many with tiles
 # of the best REFINED_SIDES sizes.
-MAX_SQUARES, REFINED_SIDES = 12, 3
+MAX_SQUARES, REFINED_SIDES = 12, 2
 # Strips of C that the GPU downloads by itself are tried this many times as large: fewer take less time to
 # enqueue.
 LARGER_STRIP = 4
