@@ -14,13 +14,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "concepts" / "architecture.md"
-# The packages, in the order in which a call passes through them.
+# The packages in oocgemm, in the order in which a call passes through them.
 PACKAGES = (
     *("cli", "service", "service/http", "verbs", "jobs", "distributed"),
     *("planning", "planning/search", "planning/cost", "planning/schedule", "planning/parts"),
     *("engine", "backends", "backends/host", "backends/cuda", "kernels", "stores"),
     *("integrity", "machine", "system", "timeline", "reports"),
 )
+# Folders with the scripts of HTML pages, and what each page shows.
+PAGES = {"service/page": "The page of the service", "reports/web": "The HTML page of a report"}
 HEAD = "| file | what it holds |\n| --- | --- |"
 MARK = "<!-- All files: written by scripts/architecture.py -->\n"
 
@@ -45,11 +47,15 @@ def rows(folder: Path, pattern: str) -> Iterator[str]:
 
 
 def listing() -> str:
-    """Return the tables of all files, one per package, and one of the CUDA and C sources."""
-    parts: list[str] = []
-    for package in PACKAGES:
-        folder = ROOT / "oocgemm" / package
-        parts += [f"### {package}\n\n{summary(folder / '__init__.py')}.\n", HEAD, *rows(folder, "*.py"), ""]
+    """Return the tables of all files: per package, per HTML page, and of the CUDA and C sources."""
+    package = ROOT / "oocgemm"
+    about = f"{summary(package / '__init__.py')}. `__init__.py` has the functions that users import."
+    parts = [f"### oocgemm\n\n{about}\n", HEAD, *rows(package, "*.py"), ""]
+    for name in PACKAGES:
+        folder = package / name
+        parts += [f"### {name}\n\n{summary(folder / '__init__.py')}.\n", HEAD, *rows(folder, "*.py"), ""]
+    for name, about in PAGES.items():
+        parts += [f"### {name}\n\n{about}.\n", HEAD, *rows(package / name, "*.js"), ""]
     sources = [*rows(ROOT / "kernels", "*/*.cu"), *rows(ROOT / "kernels", "host/*.c")]
     parts += ["### Sources in CUDA and C\n\n`kernels/` is beside the package.\n", HEAD, *sources, ""]
     return "\n".join(parts)

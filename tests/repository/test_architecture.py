@@ -23,6 +23,6 @@ def test_the_list_has_every_module() -> None:
     listed = listing()
     folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")}
     assert folders - {"."} == set(PACKAGES)
-    for path in package.rglob("*/*.py"):
+    for path in package.rglob("*.py"):
         name = path.relative_to(package).as_posix()
         assert Path(name).name == "__init__.py" or f"`{name}`" in listed
