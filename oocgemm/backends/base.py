@@ -39,8 +39,9 @@ from oocgemm.stores.codecs import Codec, Fetched
 from oocgemm.stores.files import CachedBlock
 from oocgemm.timeline.spans import BusyTime
 
-# The maximum number of steps whose blocks the GPU copies from and to pinned arrays. One thread enqueues an
-# operation in 20 to 60 us, the threads of a long run need 200 us. Per operation, the run takes about 3 KB.
+# The maximum number of steps whose blocks the GPU copies from and to pinned arrays. If one
+# thread enqueues all operations, each takes 20 to 60 us. With the threads of a long run, each takes 200 us.
+# The run needs about 3 KB of memory per operation.
 MAX_ENQUEUED_STEPS = 2048
 
 
@@ -63,7 +64,7 @@ class Checksums(Protocol):
 
 
 class SumsOfStrips(Protocol):
-    """The sums of strips that a device takes of the accumulator before a Finish changes its elements."""
+    """The sums of strips of the accumulator, which a device computes before a Finish changes the strip."""
 
     def begin(self, seed: int) -> None:
         """Set the seed of the random signs that later sums use."""
@@ -100,8 +101,8 @@ class Pageable:
         chunk: rows and columns of the chunks that the block is stored in; (1, 1) if it is not in chunks.
         origin: row and column of the block's first element in its chunk.
         stored: the block in files, if compiled code can read it; None otherwise.
-        memory: the block itself, if it is in memory as on the device, but for gaps between its rows: `move`
-            only copies. None otherwise.
+        memory: the block itself, if it is in memory with the layout that it has on the device, except for
+            gaps between rows, so that `move` only copies. None otherwise.
     """
 
     shape: Shape
@@ -119,8 +120,9 @@ class Pageable:
 
 
 # A segment: elements of one row of C, in ascending order of columns, that were found together. `row` counts
-# from the first row of their strip. They are `count` elements from number `first` on. Segments of a row with
-# larger values of `first` have later columns.
+# from the first row of the strip. The segment has the elements from `first` to `first + count` of all
+# elements that were found in the strip. Of two segments of a row, the one with the larger `first` has later
+# columns.
 SEGMENTS = np.dtype([("row", np.uint32), ("count", np.uint32), ("first", np.uint64)])
 
 
@@ -143,9 +145,9 @@ class PanelNumbers:
     Attributes:
         of_steps: a float64 array for each step of the operand (`Operand.elements`), per row or per column of
             the stored array; None for a step without numbers.
-        check: raises an error if the steps are not defined for X, if the device finds numbers of X. Takes the
-            number of elements per index along k that are not missing, their sum and that of their squares, as
-            int64 arrays.
+        check: raises an error if the steps are not defined for X. Called if the device computes numbers from
+            X. The arguments are int64 arrays, per index along k: the number of elements that are not missing,
+            their sum, and the sum of their squares.
     """
 
     of_steps: Sequence[Array | None]
@@ -154,7 +156,7 @@ class PanelNumbers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Swept:
-    """A matrix of which a device reads all blocks once.
+    """A matrix whose blocks a device reads, each block once.
 
     Attributes:
         shape: rows and columns.
@@ -162,7 +164,7 @@ class Swept:
         cuts: the rows and columns of its blocks, in the order in which they are read.
         block: returns a block, given its rows and columns.
         steps, numbers: what happens to each element before it is used. Numbers are as in `PanelNumbers`.
-        code: that of missing elements, which are left out; None if no element is missing.
+        code: the value that marks missing elements, which are left out; None if no element is missing.
     """
 
     shape: Shape
@@ -202,8 +204,9 @@ SELECTED = {
 }
 
 
-# The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of
-# the stored block; or a block in the memory of the operand's owner; or what takes the elements of a sparse C.
+# The host memory of an Upload or a Download is one of these: the contiguous arrays in a host slot, each with
+# some columns of the stored block; a block in the memory of the operand's owner (`Pinned`, `Pageable`); or
+# the object that takes the elements of a sparse C (`Found`).
 HostBlock = Sequence[Array] | Pinned | Pageable | Found
 
 
@@ -223,7 +226,7 @@ class Token(Protocol):
 
     Attributes:
         times: what `interval` returns if the thread that submitted the operation has run it; otherwise None.
-        bytes: how many bytes were copied; None if as many as the operation says.
+        bytes: how many bytes were copied; None if the number is `Operation.bytes`.
     """
 
     @property
@@ -298,13 +301,13 @@ class Session(Protocol):
         """
 
     def keeps(self, operation: Operation) -> bool:
-        """Return whether the launches of an operation are kept. They may be made before the run then."""
+        """Return whether the launches of an operation are kept, and may then be made before the run."""
 
     def begin(self, operation: Operation, host: Pageable, after: Sequence[Token]) -> Callable[[], Token]:
-        """Begin what `submit` does for a `Pageable` block.
+        """Begin to copy a `Pageable` block as `submit` does, and return before the copy has ended.
 
         Returns:
-            A function that waits as `submit` does, and returns what it returns. It must be called, once.
+            A function that waits as long as `submit` would, and returns the handle. Call it exactly once.
         """
 
     def pin(self, host: Sequence[Array]) -> None:
@@ -457,8 +460,9 @@ class Compressed(Pageable):
 
     Attributes:
         codec: how the chunks are compressed.
-        fetch: reads the stored chunks that contain some rows and columns of the block, counted from its first
-            ones, one after another into an array of bytes. Many threads call this.
+        fetch: reads stored chunks one after another into an array of bytes: those that contain some rows and
+            columns of the block. Rows and columns count from the first ones of the block. Many threads call
+            this.
     """
 
     codec: Codec = field(kw_only=True)

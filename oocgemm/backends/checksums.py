@@ -2,7 +2,7 @@
 
 `random_words` is SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014),
 a counter-based generator: any word of a random stream is computed from its index alone. The kernels of
-kernels/checks/check_sums.cu have the same generator, so that host and device agree. They compute:
+kernels/checks/check_sums.cu have the same generator, so that host and device agree. The kernels compute:
 
 - with the Upload of a panel, the checksums of the panel;
 - with a Multiply, the product of the checksums of the two panels, which gives the expected checksums of C;
@@ -221,7 +221,7 @@ class DeviceChecksums:
         self._sum_strip(op, op.reads[0], self.room.found)
 
     def device_address(self, op: Operation) -> int:
-        """Return the device address of the checksums of the strip that a Download copies, with the strip."""
+        """Return the device address of a strip's checksums, which its Download copies, too."""
         return self._at(op.reads[0].slot, op.tile, op.m)
 
     def host_address(self, host: int) -> int:
@@ -233,7 +233,7 @@ class DeviceChecksums:
         return self._address(Region(slot, 0, 0)) + self._data_bytes["device", slot.operand]
 
     def _at(self, slot: Slot, tile: Tile, rows: Range) -> int:
-        """Return the device address of the checksums of a strip. Those of a tile's strips are in one slot."""
+        """Return the device address of a strip's checksums. A slot of C has those of all strips of a tile."""
         number = (rows[0] - self._rows(tile[0])[0]) // self._strip if slot.operand == "C" else 0
         return self._behind(slot) + number * self.room.end
 
@@ -282,9 +282,10 @@ class DeviceChecksums:
 
 
 class DeviceStripSums:
-    """Takes the sums of strips of the accumulator on a device. Implements `SumsOfStrips`.
+    """Computes the sums of strips of the accumulator on a device. Implements `SumsOfStrips`.
 
-    The kernel writes them to pinned host memory, so that the host can compare them as soon as the Finish has
+    The kernel writes the sums to pinned host memory, so that the host can compare them as soon as the Finish
+    has
     ended: 16 bytes per block of 128 x 128 elements.
     """
 
@@ -333,7 +334,7 @@ class DeviceStripSums:
         return found[0], found[1]
 
     def _cut(self, height: int, width: int) -> tuple[Blocking, Blocking]:
-        """Return how a strip is divided into blocks. Those of a Gram matrix are alike in both directions."""
+        """Return how the rows and the columns of a strip are divided into blocks; alike for a Gram matrix."""
         across = self._strip if self._problem.cover.square else width
         return Blocking.of(height, self._strip), Blocking.of(width, across)
 

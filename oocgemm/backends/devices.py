@@ -1,8 +1,8 @@
 """Several devices of one host as one backend: its sessions pass each operation to the session of its device.
 
 All devices are of one kind, so that the same tile has the same bits on each of them. They share the host
-slots for panels, which are pinned for all devices. A device may be listed twice: it then runs two sessions,
-each with half of its memory.
+slots for panels, which are pinned for all devices. If a device is listed twice, it runs two
+sessions, each with half of the device's memory.
 """
 
 from collections import Counter
@@ -143,7 +143,7 @@ class DevicesSession:
 
     @contextmanager
     def _named(self, device: int) -> Iterator[None]:
-        """Add the number of a device to errors."""
+        """Add the number of a device to the errors of the `with` block."""
         try:
             yield
         except Exception as error:
@@ -172,7 +172,7 @@ class DevicesSession:
         return list(dict.fromkeys(name for session in self._each for name in session.kernels_used()))
 
     def device_bytes(self) -> int:
-        """Measure the bytes of the device whose session takes most. Sessions of one device count as equal."""
+        """Measure the device memory of the largest session. Sessions of one device count as equally large."""
         sessions = Counter(self._numbers)
         measured = dict[int, int]()
         for number, session in zip(self._numbers, self._each, strict=True):

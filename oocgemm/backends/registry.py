@@ -35,7 +35,8 @@ MAX_PCI_LANES = 32
 def missing_for_cuda() -> str | None:
     """Return why the cuda backend cannot work here, with the remedy; None if no reason is known.
 
-    It neither imports cupy nor opens a device. So it is fast, and does not notice a broken cupy.
+    This function neither imports cupy nor opens a device. So it is fast, but it does not notice a broken
+    cupy.
     """
     if not _any_exists(DEVICE_NODES):
         if not _any_exists(DRIVER_FILES):
@@ -78,8 +79,8 @@ def pci_limit(address: str, devices: Path = PCI_DEVICES) -> float | None:
     This is an upper bound: the maximum transfer rate per PCIe lane, times the maximum number of lanes. The
     link's current speed is not used, because an idle link slows down.
 
-    `address` is such as 0000:1B:00.0. None if the system does not report the link, as in some virtual
-    machines.
+    `address` is the device's PCI address, such as 0000:1B:00.0. Returns None if the system does not report
+    the link, as in some virtual machines.
     """
     folder = devices / address.lower()
     try:
@@ -164,7 +165,7 @@ def _open_cuda(device: int) -> Backend:
 
 
 def identity(backend: Backend) -> str:
-    """Return the key of measured rates: the name of the device, and for the host also that of the BLAS."""
+    """Return the key of measured rates: the name of the device, and on the host also the name of the BLAS."""
     described = backend.describe()
     return ", ".join(described[part] for part in ("device", "blas") if part in described)
 
@@ -174,8 +175,8 @@ def release() -> None:
 
     After a product on a GPU, up to 128 MiB of host slots, 416 MiB of the ring and a sixteenth of the device's
     memory stay allocated per device, because allocating them takes milliseconds. For one second, up to a
-    quarter of the device's memory stays allocated. The next product allocates them again. Runs in progress
-    are not disturbed.
+    quarter of the device's memory stays allocated. The next product allocates all of this again. Runs in
+    progress are not disturbed.
     """
     end_children = getattr(sys.modules.get("oocgemm.distributed.processes"), "release", None)
     if end_children is not None:

@@ -3,7 +3,7 @@
 CuPy releases the GIL during each call. The call takes microseconds, but afterwards the thread may wait for
 the GIL a hundred times as long. That would also falsify the measured time of operations.
 
-Copies are of blocks of a matrix, between device memory and pinned host memory. In device memory, the rows of
+Blocks of a matrix are copied between device memory and pinned host memory. In device memory, the rows of
 a block follow each other without gaps. A copy must not cross a border between pinned ranges.
 """
 
@@ -47,7 +47,7 @@ _HOST = 1
 
 
 class _Launched(threading.local):
-    """Each thread's host time, in ns, at which the first `launch` since `at` was set to 0 returned."""
+    """Per thread, the host time in ns at which the first `launch` returned after `at` was set to 0."""
 
     at = 0
 
@@ -61,7 +61,7 @@ Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
 def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
-    """Record two events around launches, as `recording_around` describes."""
+    """Record two events around launches. Return the host time that `recording_around` describes."""
     return recording_around(launches, start, end, stream)()
 
 
@@ -375,7 +375,7 @@ def pin(device: Any, address: int, size: int, flags: int = 0) -> None:
 
 
 def unpin(device: Any, memory: Array) -> None:
-    """Unpin memory that a device has pinned as a whole. If that raises, as after a failed launch, keep it."""
+    """Unpin memory that a device has pinned as a whole. If CUDA fails, as after a failed launch, keep it."""
     try:
         with device:
             runtime.hostUnregister(memory.ctypes.data)

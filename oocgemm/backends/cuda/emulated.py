@@ -61,9 +61,10 @@ class Emulated:
     ) -> int:
         """Split the panels of a step, stored at `a` and `b`, into residues. Return the number of moduli.
 
-        `shape` is (m, n, k): op(A) is m x k, op(B) is k x n. The number is the least with which the product
-        is as accurate as one that is computed in the panels' dtype; 0 if there is none. For each number that
-        it tries, the calling thread waits until the device has measured the accuracy.
+        `shape` is (m, n, k): op(A) is m x k, op(B) is k x n. The number of moduli is the
+        smallest with which the product is as accurate as a product computed in the panels' dtype; 0 if no
+        number is large enough. For each number that is tried, the calling thread waits until the device has
+        measured the accuracy.
         """
         m, n, k = shape
         ld, facts = round_up(k, 16), slot + offsets.facts
@@ -115,8 +116,8 @@ class Emulated:
         """Compute C = alpha op(A) @ op(B) + beta C for a block of C, from residues that `prepare` computed.
 
         `rows` and `cols` are the ranges of the block in an m x n C, of `shape` (m, n, k); `c` is the address
-        of its first element, and `ldc` the leading dimension in elements. beta = 0 never reads C. The
-        workspace `work` has `oocgemm.planning.emulation.work_bytes`.
+        of the block's first element, and `ldc` the leading dimension in elements. beta = 0 never reads C. The
+        workspace at the address `work` has `oocgemm.planning.emulation.work_bytes` bytes.
         """
         m, n, k = shape
         start, stop = cols or (0, n)

@@ -73,7 +73,7 @@ class Clock:
         return min(probes, key=lambda probe: probe[1] - probe[0])
 
 
-# The name of the stream of copies through the ring, which has its own streams.
+# The stream name in the tokens of copies through the ring. The ring has several streams of its own.
 RING = "ring"
 
 
@@ -123,7 +123,7 @@ class CudaToken:
             after `end` has completed. None if the operands are not int8.
         noting: records how long the checksums took. Called after `end` has completed. None without checksums.
         uploaded: the device slot that an Upload fills. None for other operations, and without checksums.
-        bytes: how many bytes were copied; None if as many as the operation says.
+        bytes: how many bytes were copied; None if the number is `Operation.bytes`.
     """
 
     stream: str
@@ -157,9 +157,9 @@ class CudaToken:
 
 
 def own_tokens(after: Sequence[Token], clock: Clock) -> list[CudaToken]:
-    """Return the tokens of the session that has this clock, for whose events its streams may wait.
+    """Return those tokens that belong to the session with this clock: its streams may wait for their events.
 
-    The calling thread waits for the other ones, among them those of other devices: a stream that waits for an
+    The calling thread waits for all other tokens, such as those of other devices: a stream that waits for an
     event of a device that has failed might wait forever.
     """
     own = list[CudaToken]()

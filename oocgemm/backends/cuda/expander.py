@@ -1,4 +1,4 @@
-"""Does what happens to the elements of panels on a CUDA device, just before they are multiplied.
+"""Transforms the elements of panels on a CUDA device, just before the panels are multiplied.
 
 An `Expander` transforms the panels of a step (`planning.elements`). For a Gram matrix of one tile, a
 `Measurer` first finds the means and scales of the transform in the panel.
@@ -37,7 +37,7 @@ _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
 
 class Measurer:
-    """What is measured in one run. All launches but those of `correct` are on one stream, step by step."""
+    """Measures the panels of one run. All launches, except those of `correct`, are on one stream."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
         self._problem, self._kernels, self._address = plan.problem, kernels, address
@@ -47,7 +47,7 @@ class Measurer:
         self._checking, self._checked, self._corrected = threading.Lock(), False, False
 
     def use(self, given: PanelNumbers, at: int, numbers: Sequence[int], stream: Any) -> int:
-        """Clear what is measured, at the address `at`, and load the kernels. Return the address behind it.
+        """Clear the results at the address `at`, and load the kernels. Return the address behind the results.
 
         `numbers` are the addresses of the numbers of the steps that the device does to panels.
         """
@@ -84,7 +84,7 @@ class Measurer:
             self._kernel("products", width)(grid, *given, *places)
 
     def correct(self, rows: int, cols: int) -> None:
-        """Compute what is subtracted from rows and columns of C, unless that has been done.
+        """Compute the correction of the rows and columns of C, unless that has been done.
 
         The launches are on the current stream, which has waited for all Prepares.
         """
@@ -168,9 +168,9 @@ class Expander:
         return address
 
     def panels(self, a: int, b: int, slot: int) -> tuple[int, int]:
-        """Return the addresses from which op(A) and op(B) are multiplied, of panels stored at `a` and `b`.
+        """Return the addresses of the panels to multiply as op(A) and op(B).
 
-        `slot` is the address of the slot with the expanded panels.
+        `a` and `b` are the addresses of the stored panels, `slot` that of the slot with the expanded panels.
         """
         # In a tile on the diagonal of a Gram matrix, one panel has both roles.
         behind = 0 if self._problem.b.shares and a == b else self._b_offset

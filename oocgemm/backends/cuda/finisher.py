@@ -105,13 +105,14 @@ class ChainKernel:
 
 
 class Finisher:
-    """The kernel of the Finish operations of one product. Each slot for strips of C has a number.
+    """The kernel of the Finish operations of one product.
 
-    If C has an integer dtype, the kernel sets a flag in pinned memory per slot if an element does not fit.
+    If C has an integer dtype, there is a flag in pinned memory per slot for strips of C. The kernel sets the
+    flag if an element of the strip does not fit.
     """
 
     def __init__(self, plan: Plan, kernels: Any, address: Callable[[Region], int], device: int) -> None:
-        """Load the kernel. This waits for an idle device, so it is done before the run."""
+        """Load the kernel. Loading waits until the device is idle, so it is done before the run."""
         problem, slots = plan.problem, plan.slots.finish
         self._problem, self._kernels, self._address = problem, kernels, address
         self._correction: tuple[int, int] | None = None
@@ -153,9 +154,9 @@ class Finisher:
             )
 
     def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
-        """Copy the numbers of the epilogue, or what is subtracted from C, to the device, at `address`.
+        """Copy the numbers of the epilogue, or the correction of C, to the device address `address`.
 
-        `measurer` computes what is subtracted on the device, if it finds the means.
+        If a `measurer` finds the means on the device, it computes the correction there.
         """
         if self._chain is not None:
             self._chain.use(finishing.numbers, address, stream)
@@ -171,7 +172,7 @@ class Finisher:
         self._kernels.plain("rank_one", "rank_one", ())
 
     def check_of(self, op: Operation) -> Callable[[], None] | None:
-        """Return a check of the strip of a Finish or of its Download, when it has ended; None without one."""
+        """Return a function that checks a strip after its Finish or Download; None if there is no check."""
         region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
         if self._chain is not None or not self._problem.exact or region is None or region.slot.operand != "D":
             return None
@@ -183,7 +184,7 @@ class Finisher:
 
 
 class Scaled:
-    """What the kernels have in common: an epilogue before them, and rows and columns of C that are scaled."""
+    """The base of the classes below: an epilogue before the kernel, and factors of rows and columns of C."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int], device: int) -> None:
         self._problem, self._address, self._scales = plan.problem, address, 0
@@ -202,7 +203,7 @@ class Scaled:
         return strip
 
     def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
-        """Copy what rows and columns are multiplied by, then the epilogue's numbers, to `address`."""
+        """Copy the factors of rows and columns of C, then the epilogue's numbers, to `address`."""
         if self._chain is not None:
             self._chain.use(finishing.numbers, address + scale_bytes(self._problem), stream)
         if finishing.scales is not None:
@@ -214,7 +215,7 @@ class Scaled:
 
 
 class Selector(Scaled):
-    """The kernels of the Finish operations of one product of which the largest elements are kept."""
+    """The kernel of the Finish operations of a product whose largest elements per row are kept."""
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         options = topk_options(self._problem)
@@ -247,7 +248,7 @@ class Selector(Scaled):
 
 
 class Sifter(Scaled):
-    """The kernel of the Finish operations of one product of which elements above a threshold are kept."""
+    """The kernel of the Finish operations of a product whose elements at or above a threshold are kept."""
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         return kernels.plain("threshold", "threshold", threshold_options(self._problem))
@@ -269,9 +270,9 @@ class Sifter(Scaled):
     def copy(
         self, op: Operation, found: Found, ring: Ring, after: Sequence[Token], clock: Clock
     ) -> CudaToken:
-        """Copy the elements of the strip of a Download, and pass them to `found`; return when it has them.
+        """Copy the selected elements of a Download's strip, pass them to `found`, and return the handle.
 
-        Waits for the operations in `after`: how much is copied is known when they have ended.
+        First waits for the operations in `after`: the number of elements is known only when they have ended.
         """
         for token in after:
             token.synchronize()
@@ -290,7 +291,7 @@ class Sifter(Scaled):
 
 
 def _copied(ring: Ring, address: int, array: Array) -> Work:
-    """Copy an array from the device; return when it has been copied."""
+    """Copy from a device address to an array. Wait until that is done, and return the finished work."""
 
     def move(rows: tuple[int, int], cols: tuple[int, int], part: Array) -> None:
         array[slice(*cols)] = part[0]
@@ -302,7 +303,7 @@ def _copied(ring: Ring, address: int, array: Array) -> Work:
 
 
 class Reducer(Scaled):
-    """The kernel of the Finish operations of one product of which rows are reduced."""
+    """The kernel of the Finish operations of a product whose rows are reduced."""
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         return kernels.plain("reduce", "reduce", reduce_options(self._problem))
@@ -346,10 +347,10 @@ Copy = Callable[[int, Pageable, Sequence[Any], Turn | None], Callable[[], Work]]
 
 
 class Turner:
-    """The kernels for one product, and the buffers on the device for what they transpose."""
+    """The kernels that transpose strips of one product, and device buffers for transposed pieces."""
 
     def __init__(self, plan: Plan, kernels: Kernels, buffers: int, streams: Mapping[str, Any]) -> None:
-        """Load the kernels if the plan needs them. This waits for an idle device, so it precedes the run.
+        """Load the kernels if the plan needs them. Loading waits for an idle device, so it precedes the run.
 
         `buffers` is the device address of one buffer per pinned buffer of the ring.
         """
@@ -376,7 +377,7 @@ class Turner:
         return copy(strip, block, self._completed(op, strip, waits), None)
 
     def _completed(self, op: Operation, strip: int, waits: Sequence[Any]) -> Sequence[Any]:
-        """Complete the diagonal block of a strip, in place. Return the events to wait for instead."""
+        """Complete the diagonal block of a strip, in place. Return the events that its copy must wait for."""
         launches = self.launches(op, strip)
         if not launches:
             return waits

@@ -7,15 +7,15 @@ and the kernel `place`, which composes the panel. The lanes work at the same tim
 decoding overlap, and enough streams are decoded at once.
 
 The kernels check all that they read. (nvCOMP never ends on many damaged streams of zstd, and does not see all
-damage of LZ4.) They find the streams of a batch, which would take the host as long as reading them, and
-decode the blocks of a stream of zstd at the same time. A lane waits for its batch and checks what the decoder
-reports. So no operation starts that uses a panel with damaged data. The host decodes the chunks for which the
-decoder reports an error, and those whose frames it could not have decoded: this raises the error of a damaged
-chunk.
+damage of LZ4.) The kernels find the streams of a batch, because finding them on the host would take as
+long as reading them. They decode the blocks of one zstd stream in parallel. A lane waits for its batch and
+checks what the decoder reports. So no operation starts that uses a panel with damaged data. The host decodes
+the chunks for which the decoder reports an error, and the chunks whose frames it cannot decode. If a chunk is
+damaged, the host raises the error.
 
 *Encoding* C: the kernels of `kernels/encoding` compress the chunks of a strip. They run on the stream of
 Downloads, instead of a copy, and write the frames to the pinned host slot of the strip. So only compressed
-bytes cross the link, and the host need not know their number before.
+bytes cross the link, and the host need not know in advance how many.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ from oocgemm.stores.codecs import NO_ROOM, NUMBERS, Codec, Fetched
 
 # Bytes of structures of `kernels/decoding/streams.cuh`, and minimum mean bytes of a block's content.
 _STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 112, 32, 2 << 10
-# Warps per multiprocessor that decode, and bytes of content that keep one busy.
+# Number of warps per multiprocessor that decode, and bytes of content that keep one warp busy.
 _WARPS, _PER_WARP = 24, 32 << 10
 # Blocks of the kernel `crc32c` per chunk.
 _PARTS = 8
@@ -77,7 +77,7 @@ class Batch(ctypes.Structure):
 
 
 class Unpacker:
-    """The kernels on one device, and how lanes of a shape divide their memory for them."""
+    """Launches the decoding kernels on one device, with the memory of a lane of a given shape."""
 
     def __init__(self, kernels: Kernels, shape: DecodingShape) -> None:
         self._shape = shape
@@ -92,14 +92,14 @@ class Unpacker:
         lane: tuple[int, int, int],
         stream: Any,
     ) -> tuple[int, int]:
-        """Enqueue on a stream, which is the current one, to decode a batch.
+        """Enqueue the kernels that decode a batch on `stream`, which must be the current one.
 
-        `chunks` are the device address of their table, their number, and whether some have checksums. `chunk`
-        is the bytes of a decoded chunk. `lane` has the device addresses of the lane's content, temporary
-        memory and tables.
+        `chunks` are the device address of the chunks' table, the number of chunks, and whether some have
+        checksums. `chunk` is the bytes of a decoded chunk. `lane` has the device addresses of the lane's
+        content, temporary memory and tables.
 
-        Returns the device addresses of the content of each stream, and of the status of each chunk, four
-        bytes.
+        Returns the device addresses of two tables: the contents of the streams, and the status of each chunk
+        in four bytes.
         """
         shape, (content, temporary, tables) = self._shape, lane
         table, count, checksums = chunks
@@ -126,7 +126,8 @@ class Unpacker:
         return tables, statuses
 
 
-# Fields of a chunk in the table for the kernel `place`, of eight bytes each. Maximum chunks of a batch.
+# Number of fields, of eight bytes each, that a chunk has in the table for the kernel `place`, and maximum
+# number of chunks in a batch.
 FIELDS, MAX_CHUNKS = 14, 8192
 # Elements that a thread block of the kernel `place` composes.
 _ELEMENTS = 16 << 10
@@ -138,7 +139,7 @@ class DecodingLane:
     def __init__(self, shape: DecodingShape, memory: Array, device: int) -> None:
         """`memory` is pinned; `device` is the address of the lane's memory on the device."""
         self.shape = shape
-        # Its blocks start before those of a Multiply that is running.
+        # The stream's thread blocks start before those of a Multiply that is running.
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.frames, self.tables = memory[: shape.frames], memory[shape.frames :]
         self.to_frames = device
@@ -151,7 +152,7 @@ class Decoder:
     """The lanes of one device."""
 
     def __init__(self, device: Any, shape: DecodingShape, address: int, kernels: Kernels) -> None:
-        """Pin host memory. `address` is that of `shape.device_bytes` on the device, the current one."""
+        """Pin host memory. The lanes use `shape.device_bytes` at `address` on the current device."""
         self._device, self._kernels, self._shape = device, kernels, shape
         self._unpacker = Unpacker(kernels, shape)
         size = shape.frames + shape.tables
@@ -239,7 +240,7 @@ class Decoder:
         address: int,
         waits: Sequence[Any],
     ) -> Array:
-        """Decode chunks that are on the device into the panel. Return which ones the host must decode."""
+        """Decode chunks that are on the device into the panel. Return which chunks the host must decode."""
         chunks, count = self._fill(lane, fetched, block), len(fetched)
         table = chunks, count, any(each.checksum for each in fetched)
         room = lane.to_content, lane.to_temporary, lane.to_tables
@@ -311,7 +312,7 @@ _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
 
 class Packer:
-    """The kernels on one device, and the memory for a batch of chunks."""
+    """The encoding kernels on one device, and their memory for a batch of chunks."""
 
     def __init__(self, plan: Plan, kernels: Kernels, work: tuple[int, int]) -> None:
         """Load the kernels. `work` are the address and the size of the memory on the device."""

@@ -55,7 +55,7 @@ class Kept:
             ring.close()
 
 
-# By device number.
+# What is kept, by device number.
 _kept: dict[int, Kept] = {}
 
 
@@ -73,7 +73,7 @@ class HostMemory:
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
         self._own = Kept()
-        self._spare = 0  # bytes of the host budget that the plan, and what is kept beyond it, do not take
+        self._spare = 0  # bytes of the host budget that neither the plan nor kept memory beyond it takes
         self.decoder: Decoder | None = None  # for a plan with compressed operands that the device decodes
         self.packer: Packer | None = None  # for a plan with a C that the device compresses
 
@@ -84,10 +84,11 @@ class HostMemory:
         return self._own.ring
 
     def take(self, plan: Plan, kernels: Kernels, address: int) -> Array | None:
-        """Take what an earlier run has left, if it fits the plan. What does not fit is freed.
+        """Take the memory and the ring that an earlier run has left, if they fit the plan; else free them.
 
-        Memory that this run does not use would come on top of its budget. Open the decoder and the packer,
-        if the plan has them, which launch `kernels`. Their memory on the device begins at `address`.
+        Kept memory that this run does not use would come on top of its budget. This method also opens the
+        decoder and the packer, if the plan has them. They launch `kernels`, and their memory on the device
+        begins at `address`.
 
         Returns pinned, resident memory for all host slots of the plan; None if it exceeds `MAX_KEPT`, or if
         this is not the first device.
@@ -133,7 +134,7 @@ class HostMemory:
         return self._first._driver
 
     def pin_slot(self, address: int, size: int) -> Sequence[int]:
-        """Pin what is not pinned yet of a host slot. Return the borders of its pinned ranges.
+        """Pin those parts of a host slot that are not pinned yet. Return the borders of its pinned ranges.
 
         Call it after the slot's pages have been faulted in: pinning is then ten times as fast. Submitting a
         copy calls it again, so that the memory is pinned in any case.
@@ -175,16 +176,17 @@ class HostMemory:
 
 
 def _more_for(kept: RingShape, plan: Plan, shape: RingShape | None) -> int | None:
-    """Return how many bytes more than the ring of a plan, with `shape`, a kept ring takes.
+    """Return how many bytes a kept ring takes beyond a ring of the shape `shape`, which a plan needs.
 
-    Return None if it cannot be the plan's ring: it is smaller, the plan wants none, or the device transposes
-    strips. Then the device has a buffer for each pinned buffer of `shape`, at the same offset.
+    Return None if the plan cannot use the kept ring: the kept ring is smaller, the plan has no ring, or the
+    device transposes strips. A plan whose device transposes needs exactly `shape`, because the device has a
+    buffer for each pinned buffer, at the same offset.
     """
     if kept == shape:
         return 0
     if shape is None or kept.lanes < shape.lanes or kept.piece < shape.piece or plan.setting.turns_on_device:
         return None
-    # A thread per lane reads files, with memory of its own.
+    # Each lane has a thread that reads files, with scratch memory of its own.
     scratch = max(plan.setting.routes[operand].lane_scratch for operand in "AB")
     return kept.bytes - shape.bytes + (kept.lanes - shape.lanes) * scratch
 
@@ -205,7 +207,7 @@ def keep_ring(device: int, ring: Ring) -> None:
     kept = _kept.setdefault(device, Kept())
     if kept.ring is None:
         kept.ring = ring
-    else:  # that of a concurrent run
+    else:  # a concurrent run has kept its ring
         ring.close()
 
 

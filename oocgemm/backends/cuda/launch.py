@@ -72,7 +72,8 @@ class Kernels:
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
         """Compile and load a kernel that is not a GEMM kernel; return a function that launches it.
 
-        Its first argument is a `Launch`, or the grid for thread blocks of 256 threads. The kernel's follow.
+        The first argument of the returned function is a `Launch`, or the grid if thread blocks have 256
+        threads. The arguments of the kernel follow.
         """
         key = source, entry, macros
         if key not in self._functions:

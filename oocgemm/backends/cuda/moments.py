@@ -36,7 +36,7 @@ _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 def moments(device: int, given: Swept, axis: int, host: int, budget: int) -> Array | None:
     """Return `MOMENTS` numbers of each column (`axis` 0) or row (1) of a matrix.
 
-    None if that takes more host memory than `host` bytes, or more device memory than `budget`.
+    Return None if the pass takes more than `host` bytes of host memory, or `budget` bytes of device memory.
     """
     room = Room(given, axis)
     if room.end > budget or room.parts > MAX_PARTS:
@@ -113,7 +113,7 @@ class Sweep:
         return self._address + self._room.slots + slot * self._room.slot
 
     def _take(self, cut: Any, slot: int, upload: Callable[[], Any], free: list[Any]) -> None:
-        """Launch the kernels for a block when it is on the device. `free` gets the event after them."""
+        """Launch the kernels for an uploaded block. Set `free[slot]` to the event after these kernels."""
         at = self._at(slot)
         cuda_calls.wait(self._stream, upload().end)
         (top, bottom), (left, right) = cut

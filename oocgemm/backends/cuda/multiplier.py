@@ -45,7 +45,7 @@ class Loading:
     def begin(self, kind: tuple[object, ...], multiply: Callable[[], None]) -> None:
         """Call `multiply` in a thread, unless it was called for an earlier run of this kind.
 
-        Its errors are ignored: the first product of the run fails in the same way.
+        Errors of `multiply` are ignored: the first product of the run fails in the same way.
         """
 
         def load() -> None:
@@ -76,7 +76,9 @@ _OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 
 def cublas_gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch:
-    """Return a deferred C = alpha op(A) @ op(B) + beta C by cuBLAS on cupy's current stream; k > 0.
+    """Return a deferred call that computes C = alpha op(A) @ op(B) + beta C by cuBLAS, for k > 0.
+
+    The call is on cupy's current stream.
 
     cuBLAS takes column-major matrices. A row-major C is C^T = op(B)^T op(A)^T in column-major order. So A and
     B swap places, and their transposition flags stay the same.
@@ -121,8 +123,8 @@ def int8_gemm(kernels: Kernels, handle: int, call: Call) -> None:
 def packed(kernels: Kernels, call: Call) -> Call:
     """Copy into the workspace each operand whose layout cuBLAS would refuse. Return the call with the copies.
 
-    Its k is rounded up to a multiple of 16: the copies are padded with zeros. A call with k = 0 stays as it
-    is.
+    In the returned call, k is rounded up to a multiple of 16, and the copies are padded with zeros. A call
+    with k = 0 is returned unchanged.
     """
     depth, at = pitch(call.k), workspace_layout(call.m, call.n, call.k)
     if depth == 0:
@@ -213,7 +215,7 @@ class Multiplier:
         return Emulated(self.kernels, self._blas, dtype)
 
     def choose(self, call: Call) -> Launch:
-        """Return a deferred C = alpha op(A) @ op(B) + beta C by the kernel that is chosen for it.
+        """Return a deferred call that computes C = alpha op(A) @ op(B) + beta C by the best kernel.
 
         Raises `InputError` if the user asked for one of our kernels by name, and it cannot compute the
         product.

@@ -8,11 +8,11 @@ the host and over the link overlap within a block.
 The copies of a block are on one stream, and blocks that are copied at the same time have different streams.
 With more streams, copies would wait for each other: a GPU has 8 queues, by default, and streams share them.
 
-Arrays with contiguous rows, and blocks of files, are copied by compiled threads (`CompiledThreads`). They
-need no GIL. So pieces may be small: the device gets the first one sooner, and the last one of a download
-takes the host less time. Other blocks are moved by Python's threads, which take pieces from one queue per
-direction. To hand over a piece and to take the GIL again after a copy costs tens of microseconds. So these
-pieces are large, and no other call of a piece releases the GIL.
+Arrays with contiguous rows, and blocks of files, are copied by compiled threads (`CompiledThreads`), which
+need no GIL. So their pieces may be small: the device gets the first piece sooner, and the host writes the
+last piece of a download in less time. Other blocks are moved by Python's threads, which take pieces from one
+queue per direction. Handing over a piece, and taking the GIL again after a copy, cost tens of microseconds.
+So the pieces of Python's threads are large, and apart from the copy, no call for a piece releases the GIL.
 """
 
 import threading
@@ -55,22 +55,23 @@ from oocgemm.system.pool import (
 )
 from oocgemm.system.threads import start
 
-# A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. To open
-# and to look up a file takes about as long as to read a tenth of it.
+# A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. Opening
+# and looking up a file takes about as long as reading a tenth of MIN_PART bytes.
 MIN_PART = 512 << 10
-# If a row of a chunk has at least MIN_ROW bytes, and the chunk MIN_APART, a piece has columns of one chunk
-# only: it is read from one place of one file, by one call. The link copies shorter rows more slowly.
+# If a row of a chunk has at least MIN_ROW bytes, and the chunk at least MIN_APART bytes, a piece has columns
+# of one chunk only. Such a piece is read from one place of one file, by one call. The link copies shorter
+# rows more slowly.
 MIN_ROW, MIN_APART = 4 << 10, 2 << 20
 # A piece of a block: its rows, its columns, and the byte at which it starts in the block.
 Piece = tuple[Range, Range, int]
 
 
 def pieces(block: Pageable, size: int) -> list[Piece]:
-    """Cut a block into pieces of at most `size` bytes, which has room for an element.
+    """Cut a block into pieces of at most `size` bytes; `size` is at least the bytes of an element.
 
-    Of large chunks, a piece has whole rows of one chunk, or of several that are below one another. Otherwise
-    pieces consist of whole rows of the block, if at least `MIN_PART` bytes of each chunk fit into a piece
-    then. If not, they are cut between chunks in both directions.
+    If chunks are large (`MIN_ROW`, `MIN_APART`), a piece has whole rows of one chunk, or of several chunks
+    below one another. Otherwise a piece has whole rows of the block, if `MIN_PART` bytes of each chunk, or
+    the whole chunk, then fit into the piece. If not, the block is cut between chunks in both directions.
     """
     (rows, cols), itemsize = block.shape, block.dtype.itemsize
     row = cols * itemsize
@@ -131,7 +132,7 @@ class Buffer:
         self._array, self._form = memory, (memory.dtype, 0, 0)
 
     def array(self, dtype: np.dtype[Any], height: int, width: int) -> Array:
-        """Return the first bytes of the buffer as an array."""
+        """Return the first bytes of the buffer as a `height` x `width` array."""
         form = dtype, height, width
         if form != self._form:  # most pieces of a block have the same shape
             self._array = self._memory[: height * width * dtype.itemsize].view(dtype).reshape(height, width)
@@ -163,7 +164,7 @@ class CopyBuffers:
 
     @cached_property
     def stream(self) -> Any:
-        """The lane's stream. While it copies a piece, those of other lanes transpose theirs.
+        """The lane's stream. While one lane's stream copies a piece, those of other lanes transpose pieces.
 
         A kernel that transposes a piece starts before the thread blocks of products that are queued.
         """
@@ -184,8 +185,8 @@ class CopyBuffers:
         return buffer
 
 
-# Issues the copy of one piece on a stream, by the means of a lane. Returns the event after the copy, and what
-# is left to do when the thread has issued its next copy; None if nothing is.
+# Issues the copy of one piece on a stream, through the buffers of a lane. Returns the event after the copy,
+# and a function to call when the thread has issued its next copy; None if nothing is left to do then.
 Move = Callable[[CopyBuffers, Piece, Any], tuple[Any, Callable[[], None] | None]]
 
 
@@ -193,11 +194,12 @@ class Copying:
     """A block that is being copied.
 
     Attributes:
-        number: of the block, unique in the process.
+        number: identifies the block; unique in the process.
         move: issues the copy of one piece.
         waits: events that the copies wait for.
-        stream: of the copies. If `apart`, each lane uses its own stream, and this one waits for the copies.
-        error: the first error of a piece. No further piece is copied then.
+        stream: the stream of the copies. If `apart`, each lane copies on its own stream instead, and `stream`
+            waits for these copies.
+        error: the first error of a piece; None without an error. After an error, no further piece is copied.
     """
 
     _numbers = count()
@@ -222,7 +224,7 @@ class Copying:
         self._unstarted, self._issued = iter([self._start]), 0
         self._counting, self._when_ended = threading.Lock(), ended
         self._unissued = self._unfinished = pieces
-        # They are held until all copies have been issued, and until all pieces are finished.
+        # `_issuing` is held until all copies have been issued, `_finishing` until all pieces are finished.
         self._issuing, self._finishing = threading.Lock(), threading.Lock()
         self._issuing.acquire()
         self._finishing.acquire()
@@ -239,7 +241,7 @@ class Copying:
             self.error = self.error or error
         self._count_issued()
         if lane.pending is not None:
-            lane.finish()  # of the piece before this one
+            lane.finish()  # finishes the previous piece
         if late is None:
             self._count_finished()
         else:
@@ -267,12 +269,13 @@ class Copying:
         self._count_finished()
 
     def _count_issued(self) -> None:
-        """Count a piece as issued. After the last one, record the end of the copies."""
+        """Count a piece as issued. After the last piece, record the event at the end of the copies."""
         with self._counting:
             self._unissued -= 1
             if self._unissued:
                 return
-        # Now, not when `work` is called: by then the stream may wait for the copies of a later block, too.
+        # Record the event now: when `work` is called, the stream may also wait for the copies of a later
+        # block.
         try:
             cuda_calls.record(self._end, self.stream)
         except BaseException as error:
@@ -304,10 +307,11 @@ class Copying:
 
 
 # A block is cut into FEW_PIECES pieces per thread, if these have at most LARGE_PIECE bytes, so that the link
-# copies soon. Else it is cut into MANY_PIECES per thread, but not into smaller pieces than that.
+# soon has a piece to copy. Otherwise it is cut into MANY_PIECES pieces per thread, but into pieces of at
+# least LARGE_PIECE bytes.
 FEW_PIECES, LARGE_PIECE, MANY_PIECES = 2, 1 << 20, 8
 # Maximum number of pieces of a thread that are in flight. Downloads drain a strip of C from the device, while
-# threads still write the one before.
+# threads still write the previous strip.
 UPLOADING, DOWNLOADING = 2, 8
 # Maximum number of blocks per direction that have streams of their own while they are copied.
 MAX_STREAMS = 4
@@ -317,9 +321,9 @@ class CompiledThreads:
     """The compiled threads of one direction, and the blocks that they copy."""
 
     def __init__(self, memory: Array, shape: RingShape, *, uploads: bool) -> None:
-        """Start all threads but the last one of a ring with one direction, on the current device.
+        """Start one thread per lane of the ring, except the last lane, for copies with the current device.
 
-        `memory` is pinned. It begins with the buffers, and ends with their marks.
+        `memory` is pinned memory. It begins with the buffers, and ends with the marks of the buffers.
         """
         functions = [cuda_calls.address(name) for name in DRIVER]
         lane, start = BUFFERS * shape.piece, memory.ctypes.data
@@ -378,7 +382,7 @@ class CompiledThreads:
         return min(self._most, round_up(max(MIN_COMPILED_PIECE, piece), PAGE))
 
     def _stream(self) -> Any:
-        """Return the stream of the fewest blocks: a copy waits for the events of all of them."""
+        """Return the stream with the fewest blocks, because a copy waits for all blocks on its stream."""
         used = [sum(copying.stream is stream for copying in self._copied) for stream in self._streams]
         if min(used, default=1) and len(used) < MAX_STREAMS:
             self._streams.append(cupy.cuda.Stream(non_blocking=True, priority=-1))
@@ -411,7 +415,7 @@ class PooledCopying:
 
     def _finish(self) -> None:
         self._pool.wait_finished(self._block)
-        self._block.owned = ()  # the copying is remembered until the next one
+        self._block.owned = ()  # this object stays in `CompiledThreads._copied` until the next block
         if error := error_of(self._block):
             raise error
         driver.check_status(self._block.error)
@@ -500,13 +504,13 @@ class Direction:
         return copying.work
 
     def _ended(self, stream: Any) -> None:
-        """Note that a block has been copied, whose copies were on a stream; None if on those of the lanes."""
+        """Note that a block has been copied, on `stream`, or on the streams of the lanes if that is None."""
         self._blocks.pop()
         if stream is not None:
             self._streams.append(stream)
 
     def _free_stream(self) -> Any:
-        """Return a stream that no block uses; None if there are too many blocks."""
+        """Return a stream that no block uses; None if blocks use all `MAX_STREAMS` streams."""
         with suppress(IndexError):
             return self._streams.pop()
         for _ in self._more:
@@ -521,7 +525,7 @@ class Direction:
                     while item is not None:
                         copying, piece = item
                         copying.copy(lane, piece)
-                        del copying  # while it waits, the thread shall keep no block alive
+                        del copying  # a thread that waits must keep no block alive
                         try:
                             item = self._queue.get_nowait()
                         except Empty:
@@ -557,7 +561,7 @@ class Direction:
 
 
 class Ring:
-    """The pinned buffers and the threads of one device. A direction gets them with its first copy."""
+    """The pinned buffers and the threads of one device. They are made at the first copy in a direction."""
 
     def __init__(self, device: Any, shape: RingShape) -> None:
         self.shape = shape
@@ -589,7 +593,7 @@ class Ring:
         return copied.work if block.stored is None else partial(self._work, copied, direction, block, move)
 
     def _work(self, copied: PooledCopying, direction: Direction, block: Pageable, move: Move) -> Work:
-        """Wait until an upload from files is issued. Python reads all that compiled code cannot read."""
+        """Wait until an upload from files is issued. If compiled code fails to read it, Python reads it."""
         try:
             return copied.work()
         except OSError:
@@ -604,8 +608,8 @@ class Ring:
         """Begin to copy a block from a device address, once the events in `waits` have completed.
 
         With `turn`, the device transposes each piece first. The returned function waits until the last copy
-        to the ring is issued. `Work.finish` of its result waits until the block has been written, and raises
-        the errors of `block.move`. So the device may overwrite the block while the host still writes.
+        to the ring is issued, and returns a `Work`. `Work.finish` waits until the block has been written, and
+        raises the errors of `block.move`. So the device may overwrite the block while the host still writes.
         """
         direction, dtype = self._direction("download"), block.dtype
         if block.memory is not None and turn is None and direction.compiled is not None:
@@ -618,7 +622,7 @@ class Ring:
             size = width * dtype.itemsize
             if turn is None:
                 source = address + at, row
-            else:  # the last copy that used this place was to this buffer, and has ended
+            else:  # the last copy from this place on the device was to this buffer, and has ended
                 source = turn(address, rows, cols, buffer.offset, stream), size
             _copy((buffer.address, size), source, height, size, stream)
             event = buffer.record(stream)

@@ -1,9 +1,9 @@
 """A session that stays open for the next run of the same plan, and keeps the launches of operations.
 
 Opening a session takes as long as copying 10 MB, and preparing the launches of an operation as long as
-copying 4 MB. So the session of a run in memory is kept. Of a short run from pinned memory, it also keeps the
-launches of each operation. If the operation's block in host memory has the same address in the next run, and
-if it waits for the same events, the session makes these launches again.
+copying 4 MB. So the session of a run in memory is kept. If the run was short, and its arrays are pinned, the
+session also keeps the launches of each operation. If the operation's block in host memory has the same
+address in the next run, and if it waits for the same events, the session makes these launches again.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Made(NamedTuple):
         operation: the operation. A reference to it keeps its id from being used again.
         at: where the block in host memory is; None for an operation without one.
         waits: the events for which the operation's stream waits first.
-        again: makes the launches, and returns what `calls.recording_around` returns.
+        again: makes the launches, and returns the host time of the first one (`calls.recording_around`).
         token: the handle of the operation that made them.
     """
 

@@ -126,7 +126,7 @@ class CudaSession:
         self.host_arena: Array | None = None
         # The number of steps for each number of moduli. Steps that were not emulated count for 0 moduli.
         self._steps = Counter[int]()
-        # For each slot for residues, the number of moduli. It has the residues of a panel for each modulus.
+        # Per slot for residues, the number of moduli. The slot contains a panel's residues for each modulus.
         self._moduli = dict[Slot, int]()
         self._finisher: AnyFinisher | None = None
         self._expander: Expander | None = None
@@ -258,8 +258,9 @@ class CudaSession:
     ) -> CudaToken:
         """Enqueue an operation together with the launches that compute its checksums.
 
-        After an Upload, the stream of checksums takes those of the block. While a Multiply or a Finish runs,
-        it updates or copies the expected ones of C. A Download's own stream takes those of the strip before.
+        After an Upload, the stream of checksums computes the checksums of the block. While a Multiply or a
+        Finish runs, the same stream updates or copies the expected checksums of C. For a Download, its own
+        stream computes the checksums of the strip before it copies.
         """
         stream, beside = self._streams[op.stream], self._streams[SUMS]
         match op.kind:
@@ -439,8 +440,9 @@ class CudaSession:
     ) -> Call:
         """Return the arguments of a product of two panels that is computed without emulation.
 
-        `extents` are (m, n, k). `whole` are the rows of the whole panel of op(A), and the columns of that of
-        op(B). `at` are the device addresses of both panels and C. `first` is for the first product of a tile.
+        `extents` are (m, n, k). `whole` are the rows of the whole panel of op(A), and the columns of the
+        whole panel of op(B). `at` are the device addresses of both panels and C. `first` is for the first
+        product of a tile.
         """
         problem, (m, n, k), (a, b, c) = self._problem, extents, at
         lda = whole[0] if problem.trans_a.swaps else k
@@ -457,15 +459,15 @@ class FactorSession(CudaSession):
     """A session with a matrix on the device, Q or V, besides panels and tiles."""
 
     def use_factor(self, factor: Array) -> None:
-        # It is behind the numbers of the transform, just before the workspace. Rows of Q are as long as those
-        # of C, so that they are aligned alike.
+        # The factor is behind the numbers of the transform, just before the workspace. Rows of Q are as long
+        # as those of C, so that they are aligned alike.
         self._factor = self._arena + self._work - factor_bytes(self._problem)
         with self._device:
             upload(self._factor, factor, self._streams["compute"])
 
 
 class AppliedSession(FactorSession):
-    """A session whose Finish changes a strip of C in its accumulator, and multiplies it and V."""
+    """A session whose Finish changes a strip of C in its accumulator, and multiplies the strip by V."""
 
     def _launches(
         self, op: Operation, host: Sequence[Array] | Pinned, stream: object
@@ -476,7 +478,7 @@ class AppliedSession(FactorSession):
         return launches
 
     def _product(self, op: Operation) -> Call:
-        """Return the product of the strip and its rows of V, which is added to what is kept of its rows."""
+        """Return the product of the strip and rows of V, which is added to the kept elements of its rows."""
         problem, count = self._problem, self._problem.sink.per_row
         itemsize = problem.itemsizes["acc"]
         strip, kept = self._address(op.reads[0]), self._address(op.writes[0])

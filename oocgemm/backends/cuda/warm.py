@@ -36,8 +36,8 @@ def allocate(size: int) -> int:
 
 # Maximum number of idle `Warm` objects per device.
 MAX_IDLE = 2
-# An arena that takes more than the first share of the device's memory is freed after a while, one that takes
-# more than the second share when its session closes.
+# An arena that takes more than MAX_KEPT_SHARE of the device's memory is freed after BRIEF_SECONDS. An arena
+# that takes more than MAX_BRIEF_SHARE is freed when its session closes.
 MAX_KEPT_SHARE, MAX_BRIEF_SHARE = 1 / 16, 1 / 4
 # For how many seconds a large arena is kept.
 BRIEF_SECONDS = 1.0
@@ -107,7 +107,7 @@ class Warm:
         return self.arena
 
     def keep(self, session: Reusable | None = None) -> None:
-        """Keep this for the next session, which may be `session` again. No work may be in flight."""
+        """Keep this `Warm` for the next session, which may be `session` again. No work may be in flight."""
         with _lock:
             self.session = session
             idle = _idle.setdefault(self._device, [])
@@ -143,9 +143,9 @@ _timers: list[threading.Timer] = []  # the latest one that frees large arenas
 
 
 def take(device: int) -> Warm:
-    """Return what an earlier session has left on a device, or a new `Warm`. The caller owns it.
+    """Return an idle `Warm` of a device, or a new one. The caller owns it.
 
-    If an idle one has an arena, it is that one: its memory counts towards the budget of the caller.
+    If an idle `Warm` has an arena, it is returned, because its memory counts towards the caller's budget.
     """
     with _lock:
         idle = _idle.get(device)
@@ -168,7 +168,7 @@ def reuse(device: int, plan: Plan, kernel: str) -> Reusable | None:
 
 
 def _taken(idle: list[Warm], warm: Warm) -> Warm:
-    """Remove a `Warm` from the idle ones. Hold the lock."""
+    """Remove a `Warm` from the idle ones, and return it. The caller must hold the lock."""
     if warm.share > MAX_KEPT_SHARE:
         _cancel()
     idle.remove(warm)
@@ -176,7 +176,7 @@ def _taken(idle: list[Warm], warm: Warm) -> Warm:
 
 
 def _shrink_later() -> None:
-    """Free large arenas that are idle in `BRIEF_SECONDS`. Hold the lock."""
+    """After `BRIEF_SECONDS`, free the large arenas that are idle then. The caller must hold the lock."""
     _cancel()
     timer = threading.Timer(BRIEF_SECONDS, shrink)
     timer.daemon = True
@@ -191,7 +191,7 @@ def _cancel() -> None:
 
 
 def shrink() -> None:
-    """Free the large arenas of all idle ones."""
+    """Free the large arenas of all idle `Warm` objects."""
     with _lock:
         for device, idle in _idle.items():
             for warm in idle:
@@ -207,7 +207,7 @@ def idle_bytes(device: int) -> int:
 
 
 def release() -> None:
-    """Free all that is idle. What a session uses now is kept or freed when that session closes."""
+    """Free all idle `Warm` objects. Those in use are kept or freed when their sessions close."""
     with _lock:
         found = dict(_idle)
         _idle.clear()

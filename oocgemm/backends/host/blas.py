@@ -133,7 +133,7 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
 
 
 def _ask(question: str) -> str | None:
-    """Call OpenBLAS's function `openblas_<question>`, which returns text; None if it is another library."""
+    """Return the text of OpenBLAS's function `openblas_<question>`; None if the BLAS is not OpenBLAS."""
     found = _library()
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What the host backend makes of a strip of C when its products have been added up.
+"""Finishes strips of C on the host, when their products have been added up.
 
 - `finish` applies alpha and beta, and casts to C's dtype.
 - `run_chain` applies the epilogue.
@@ -77,8 +77,8 @@ def run_chain(
     """Apply a chain to ``alpha sums + beta result``, and round to the dtype of `result`.
 
     Args:
-        steps: of the chain (`oocgemm.planning.sinks`).
-        numbers: of each step, those per row and those per column of the strip; None for 1.
+        steps: the steps of the chain (`oocgemm.planning.sinks`).
+        numbers: per step, its numbers per row and per column of the strip. None stands for 1.
         sums: a strip of products.
         scalars: alpha and beta.
         result: array of the strip's shape, which may be `sums`.
@@ -167,11 +167,11 @@ def select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], 
     """Update the selected elements of some rows of C with those of a tile.
 
     Args:
-        kept: the selected elements (`SELECTED`), one row for each row of C. All bytes of elements that stand
-            for none are `NONE`.
+        kept: the selected elements (`SELECTED`), one row for each row of C. All bytes of an unused element
+            are `NONE`.
         sums: the tile's elements of these rows, in the accumulator's dtype.
         scales: what rows and columns of C are multiplied by, if they are scaled. They are then clipped.
-        at: the row and the column of C of the first of `sums`.
+        at: the row and the column in C of the first element of `sums`.
         excludes_self: whether elements on C's diagonal are left out.
     """
     (top, left), width = at, sums.shape[1]
@@ -198,7 +198,7 @@ def _merge(scores: Array, left: int, diagonal: int | None, best: Array) -> None:
         best: the selected elements.
     """
     count, (height, width) = best.shape[1], scores.shape
-    # Of a row, all elements that are not smaller than its last selected element are candidates.
+    # The candidates of a row are all elements that are not smaller than its last selected element.
     least = best["score"][:, -1:]
     if (unfilled := np.isnan(least[:, 0])).any() and width > count:
         least = least.copy()
@@ -218,8 +218,9 @@ def _merge(scores: Array, left: int, diagonal: int | None, best: Array) -> None:
 def _lower_bound(scores: Array, rank: int) -> Array:
     """Return a lower bound on the `rank`-th largest element of each row, of at least `rank` elements.
 
-    In long rows, it is the `rank`-th largest of the maxima of groups of columns. It is close, because few of
-    the largest elements are in the same group. With 12000 columns, it takes a tenth of the time.
+    In long rows, the bound is the `rank`-th largest of the maxima of groups of columns. It is close to that
+    element, because few of the largest elements are in the same group. For 12000 columns, this takes a tenth
+    of the time.
     """
     groups = max(8 * rank, scores.shape[1] // 16)
     if (size := scores.shape[1] // groups) > 1:
@@ -269,7 +270,7 @@ def _merge_by_fields(best: Array, rows: Array, scores: Array, indices: Array) ->
     # NaN is sorted to the end.
     order = np.lexsort((every["index"], -every["score"], line))
     line = line[order]
-    # Of each row, the first `count` elements.
+    # Keep the first `count` elements of each row.
     starts = np.searchsorted(line, touched)
     best[touched] = every[order[starts[:, None] + np.arange(count)]]
 

@@ -1,4 +1,4 @@
-// Sets the theme before anything is painted, so this is no module: those run later.
+// Sets the theme before anything is painted. This file is no module, because modules run later.
 "use strict";
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
