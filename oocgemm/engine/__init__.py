@@ -10,16 +10,16 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 
 1. *Plan.* `planning.search.planner` chooses the size of the tiles and the number of slots.
    `planning.schedule` yields the operations in program order. Each operation names the parts of slots
-   (*regions*) that it reads and writes, the block of the operand that it copies, and its queue. What
-   operations do is decided once per run (`planning.lowering`).
+   (*regions*) that it reads and writes, the block of the operand that it copies, and its queue.
+   `planning.lowering` decides once per run what the operations do.
 
 2. *Dispatch.* `executor.Run._dispatch` iterates over the schedule.
    `planning.schedule.hazards.HazardTracker.admit` compares regions to find the earlier operations that each
    operation must wait for. The operation is then queued. If too many operations are unfinished, the iteration
    pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`executor.is_short`),
    has no threads: the calling thread starts its operations one after the other. If all arrays
-   are pinned, and where those of the last run were, the session starts the operations again by itself
-   (`backends.cuda.repeated`).
+   are pinned, and have the addresses that they had in the last run, the session makes the launches of the
+   last run again (`backends.cuda.repeated`).
 
 3. *Read* (lanes `read`, `decode`). `executor.Run._transfer` runs in a thread of the stream.
    `staging.Transfers.read` cuts the panel into parts (`staging.Cutter`). The reader threads read them from
@@ -32,9 +32,10 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    `backends.cuda.session` enqueues the copies from host slots and from arrays that their owner has pinned,
    and makes the h2d stream wait for the events of earlier operations. Blocks of pageable arrays are copied
    through a ring of pinned buffers (`backends.cuda.pageable`), which has threads and streams of its own.
-   Their first Uploads begin before C is created (`executor.Prefetch`), and in a product like a recent one
-   before the rest is prepared (`jobs.run.run_again`). `submit` returns a token, the handle of the submitted
-   operation. If beta != 0, the old C of the tile is read and uploaded in the same way, strip by strip.
+   Their first Uploads begin before C is created (`executor.Prefetch`). If the product is like a recent one,
+   they begin before the rest of the run is prepared (`jobs.run.run_again`). `submit` returns a token, the
+   handle of the submitted operation. If beta != 0, the old C of the tile is read and uploaded in the same
+   way, strip by strip.
 
 5. *Prepare* (lane `prepare`; emulated and transformed products only). The two panels of a step are split into
    int8 residues: `backends.cuda.emulated.Emulated.prepare` or `backends.host.residues.prepare`. Or a GPU
@@ -49,7 +50,8 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 7. *Finish* (lane `compute`; only if the tile on the device has a wider dtype than C or still lacks alpha and
    beta). It applies alpha and beta and casts a strip to C's dtype: `backends.cuda.launch.Kernels.finish`,
    `backends.host.finish.finish`. If only some elements of C are kept (`GemmProblem.selects`), it selects them
-   instead: `backends.cuda.finisher`, `backends.host.finish`. The next stages then move only these.
+   instead: `backends.cuda.finisher`, `backends.host.finish`. The next stages then move only the selected
+   elements.
 
 8. *Download* (lane `d2h`). A strip is copied to a host slot (`staging.Staging.prepare_download`), or to a C
    in memory, directly or through the ring. The next tile starts as soon as strips of the device slot are

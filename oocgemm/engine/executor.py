@@ -1,17 +1,19 @@
-"""Runs a schedule. Each operation waits for earlier ones, as follows from the buffers that they use.
+"""Runs a schedule. Which earlier operations an operation waits for follows from the buffers that they use.
 
 The calling thread takes the operations in program order, and queues them per stream. Operations wait only for
-earlier ones, which are queued already. So there is no deadlock. Who starts them depends on the run:
+earlier ones, which are queued already. So there is no deadlock. Which threads start the operations depends on
+the run:
 
-- *A short run* (`is_short`): the calling thread, one after another. An operation that would wait for the host
-  is put off: a Write, and what needs a copy of pageable memory that is in progress. So all copies that can
-  begin do so first. What can begin later does so before the thread waits for a copy.
-- *Any other run*: threads. Reads, Writes and the operations of the host backend run in threads of their
-  stream. So do copies between GPUs, whose threads wait for the other GPU. The other operations of a GPU,
-  except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: any
-  thread that has submitted an operation also submits those that waited only for that one. The calling thread
-  pauses while too many operations are unfinished (backpressure). One more thread waits for the operations,
-  and records them.
+- *A short run* (`is_short`): the calling thread starts one operation after another. It puts off operations
+  that would wait for the host: Writes, and operations that need a copy of pageable memory that is in
+  progress. So all copies that can begin do so first. Before the thread waits for a copy, it starts the
+  operations that have become ready.
+- *Any other run*: several threads start the operations. Reads, Writes and the operations of the host backend
+  run in threads of their stream. So do copies between GPUs, whose threads wait for the other GPU. The other
+  operations of a GPU, except Prepare, are only enqueued, which takes microseconds. So they need no threads of
+  their own: any thread that has submitted an operation also submits the operations that waited only for this
+  one. The calling thread pauses while too many operations are unfinished (backpressure). One more thread
+  waits for the operations, and records them.
 
 The first Uploads may begin earlier, while the rest of the run is prepared (`Prefetch`).
 
@@ -95,13 +97,14 @@ class Cancelled(Exception):  # noqa: N818 - not an error itself: it follows from
 
 
 Item = tuple[Operation, Sequence[Completion], Completion]
-# Runs or submits an operation. If its block is being copied, the returned function waits for that.
+# Runs or submits an operation, and returns its token. If the block of the operation is still being copied, it
+# returns a function instead, which waits for the copy and returns the token.
 Perform = Callable[[Item, list[Token]], Token | Callable[[], Token]]
 
 
 @cache
 def annotation() -> Callable[[str], AbstractContextManager[object]] | None:
-    """Return what marks the time of a `with` block as an NVTX range for profilers; None without nvtx."""
+    """Return `nvtx.annotate`, which marks a `with` block as a range for profilers; None without nvtx."""
     try:
         from nvtx import annotate
     except ImportError:
@@ -126,22 +129,23 @@ POLL_INTERVAL = 4e-3
 # Number of pageable blocks that are copied at the same time on a stream: while the last pieces of one block
 # are copied, other threads begin the next block.
 PAGEABLE_WORKERS = 4
-# Their launches name their streams. So the thread that starts them may be prepared for any stream (`worker`).
+# The launches of copies name their streams. So a thread that is prepared for any stream of the device
+# (`Session.worker`) can start them.
 _COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
 # A run takes less time than its threads take to start if it has at most MAX_SHORT_STEPS steps, and if A, B
 # and C are in memory and have at most MAX_SHORT_BYTES bytes together. So its operations run one after another
 # in one thread.
 MAX_SHORT_STEPS, MAX_SHORT_BYTES = 16, 128 << 20
-# Without host slots, no operation keeps that thread busy: it only enqueues them on the GPU, or hands them to
-# the threads of the ring. So there may be more steps, and more bytes. The progress of such a run is not
-# shown, which takes about 0.2 s for MAX_STREAMED_BYTES of pageable arrays.
+# The limits for a run without host slots. They are higher, because no operation keeps the thread busy: it
+# only enqueues operations on the GPU, or passes them to the threads of the ring. Such a run shows no
+# progress. It takes about 0.2 s for MAX_STREAMED_BYTES of pageable arrays.
 MAX_STREAMED_STEPS, MAX_STREAMED_BYTES = 64, 2 << 30
-# A run from pinned memory that takes less time than this, in seconds, is not handed to another thread, which
-# takes 0.4 to 0.6 ms. An interrupt takes effect when it has ended.
+# A run of pinned arrays that is predicted to take less than this, in seconds, stays in the thread of the
+# caller: passing it to another thread takes 0.4 to 0.6 ms. An interrupt takes effect after such a run.
 MAX_BRIEF = 0.25
-# While more operations of pinned arrays than this have been started and not been recorded, the thread of a
-# short run waits for the first of them. With about 80 pending, the driver would block the thread, which keeps
-# the GIL then.
+# Maximum number of operations that a short run of pinned arrays has started, but not recorded. Above it, the
+# thread waits for the first of them. With about 80 of them, the driver would block the thread, which would
+# still have the GIL.
 MAX_UNRECORDED = 64
 # At most MAX_BEGUN Uploads begin before the run, and only those among its first MAX_SEEN operations. Copies
 # of more blocks would share streams (`backends.cuda.pageable.MAX_STREAMS`), and wait for each other.
@@ -150,7 +154,7 @@ MAX_BEGUN, MAX_SEEN = 4, 24
 _WAKEUP = Stream(0, "asynchronous")
 
 Observer = Callable[[Span], object]
-# Takes a tile that has been written, and the blocks of C that it is in.
+# Called with a tile that has been written, and with the blocks of C that it fills.
 Finished = Callable[[Tile, Sequence[Block]], None]
 
 
@@ -192,8 +196,8 @@ def is_short(plan: Plan) -> bool:
 def is_brief(plan: Plan) -> bool:
     """Return whether a run is so short that the thread of the caller should do all of it.
 
-    Pageable arrays are copied by threads. To leave the run to one more thread costs nothing then: 512^3 took
-    0.1 ms less.
+    Only runs of pinned arrays are. Pageable arrays are copied by other threads in any case, so that one more
+    thread costs nothing: a product of 512^3 took 0.1 ms less with it.
     """
     return plan.setting.enqueues and is_short(plan) and plan.prediction.total < MAX_BRIEF
 
@@ -204,8 +208,8 @@ class Prefetch:
     Attributes:
         session: the memory and the streams of the run.
         retries: repeats reads of files that fail.
-        begun: per Upload that has begun, by its place in the schedule, its token, or the function that waits
-            until its block has been read and returns its token. The run takes them out.
+        begun: maps the place in the schedule of each Upload that has begun to its token, or to a function
+            that waits until the block has been read and returns the token. The run removes the entries.
     """
 
     def __init__(self, session: Session) -> None:
@@ -214,17 +218,17 @@ class Prefetch:
         self._called = False
 
     def begin(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
-        """Begin the first Uploads that wait for no other operation, unless that was done before.
+        """Begin the first Uploads that wait for no other operation. A second call does nothing.
 
         Only Uploads of arrays in memory, and of files in the page cache that compiled code reads, can begin.
-        Reads of other files may have to be repeated, and only a run can be told to stop that. `operands` are
-        A and B by name.
+        Reads of other files may have to be repeated, and only a run can be told to stop repeating. `operands`
+        maps "A" and "B" to the matrices.
         """
         streamed = [operand for operand in ("A", "B") if plan.slots.streams(operand)]
         if self._called or not self.session.begins_at_once or not streamed:
             return
         self._called = True
-        # A plan keeps its program, so one of many operations is not asked for it.
+        # A plan keeps its program in memory. So if the program is long, another one is made and dropped.
         program = plan.program if is_short(plan) or self.session.repeats else Program(plan.schedule())
         first = [
             (number, operation)
@@ -250,7 +254,7 @@ class Prefetch:
             self.begun[number] = self.session.submit(operation, block, [])
 
     def close(self, *, failed: bool) -> None:
-        """Wait for all that has begun, and close the session."""
+        """Wait for all Uploads that have begun, and close the session."""
         if failed:
             self.retries.stop()
         while self.begun:
@@ -263,7 +267,7 @@ class Prefetch:
 
 @dataclass(slots=True)
 class StreamThreads:
-    """The threads that run the operations of a stream: they call `work`, which takes them from the queue."""
+    """The threads that run the operations of a stream. Each calls `work`, which takes them from `queue`."""
 
     stream: Stream
     most: int
@@ -274,7 +278,7 @@ class StreamThreads:
     def put(self, item: Item) -> None:
         """Queue an operation, and start one more thread if there are fewer than `most`.
 
-        To start all of them at once would delay the first operation.
+        Starting all threads at once would delay the first operation.
         """
         if len(self.threads) < self.most:
             name = f"oocgemm-{self.stream.lane}-{len(self.threads)}"
@@ -320,7 +324,7 @@ class Run:
             verifier: checks strips of C. A strip that fails is not written.
             first: the number that the first operation gets. Spans refer to operations by number.
             begun: Uploads that the session has begun (`Prefetch`), by their places in the schedule.
-                The run takes them out.
+                The run removes them from the dict.
             started: called when the first operation has ended.
         """
         self._plan = plan
@@ -343,13 +347,14 @@ class Run:
         self._writing = threading.Lock()
         self._workers: dict[Stream, StreamThreads] = {}
         self._alone = is_short(plan)  # whether the calling thread starts all operations
-        self._unstarted: dict[Stream, deque[Item]] = {}  # of the operations that have no thread of their own
+        self._unstarted: dict[Stream, deque[Item]] = {}  # operations that have no thread of their own
         self._submitting = threading.Lock()
         self._rescan = False  # whether an operation without a thread of its own may have become ready
         self._annotate = annotation()
         self._in_flight: SimpleQueue[Item | None] = SimpleQueue()
         self._all_submitted = threading.Event()
-        # Of a short run: copies of pageable memory that have begun, and what the thread is prepared for.
+        # In a short run: the copies of pageable memory that have begun, and the stream that the thread is
+        # prepared for.
         self._copying: dict[Completion, tuple[Operation, Callable[[], Token]]] = {}
         self._entered: Stream | None = None
         self._worker = ExitStack()
@@ -370,7 +375,7 @@ class Run:
             raise first
 
     def _items(self) -> Iterator[Item]:
-        """Yield the operations in program order, each with those that it waits for."""
+        """Yield each operation in program order, with the completions that it waits for, and its own one."""
         if self._alone or self._session.repeats:  # the plan keeps its operations and their waits
             completions = list[Completion]()
             for operation, waits in self._plan.program:
@@ -413,9 +418,9 @@ class Run:
                 self._end_copy()
 
     def _start_ready(self) -> bool:
-        """Start the operations that need not wait for a copy. Return whether anything is left to do.
+        """Start the operations that need not wait for a copy. Return whether an operation or a copy is left.
 
-        A Write waits for the device. So it is started when all else has been.
+        A Write waits for the device. So a Write only starts if no other operation is ready or being copied.
         """
         while self._error is None and (stream := self._next_stream()):
             queue = self._unstarted[stream]
@@ -445,8 +450,9 @@ class Run:
     def _end_copy(self) -> None:
         """Wait until a block of pageable memory has been read or written.
 
-        It is the block that the earliest operation waits for, which lets the GPU go on: blocks of C whose
-        copies began before may take longer. If there is none, it is the block whose copy began first.
+        This is the block that the earliest operation in the queues waits for, so that the GPU can go on:
+        blocks of C whose copies began before may take longer. If that operation waits for no block, it is
+        the block whose copy began first.
         """
         heads = (
             items[0] for items in self._unstarted.values() if items and items[0][0].kind is not Kind.WRITE
@@ -503,7 +509,7 @@ class Run:
                 workers.put(item)
                 continue
             self._unstarted.setdefault(Stream(operation.device, operation.stream), deque()).append(item)
-            # If it is not ready, it is submitted when the last operation that it waits for has been.
+            # An operation that is not ready is submitted after the last operation that it waits for.
             if is_ready(item):
                 wakeup.put(item)
 
@@ -547,7 +553,7 @@ class Run:
             self._fail(located_error(error, f"stream {stream.lane}"))
 
     def _workers_of(self, operation: Operation) -> StreamThreads | None:
-        """Return the threads of an operation's stream; None if it is only enqueued, and nobody waits."""
+        """Return the threads of an operation's stream; None if any thread can enqueue it without waiting."""
         on_store = operation.kind in STORE_KINDS
         pageable = operation.kind in _COPIES and operation.operand in self._pageable
         if operation.kind in self._session.asynchronous and not (operation.peer or pageable):
@@ -712,7 +718,8 @@ class Run:
 def located_error(error: BaseException, where: Operation | str) -> BaseException:
     """Return an error that names the operation that failed.
 
-    Interrupts are returned unchanged, and so are errors of the request: X does not fit its transform.
+    Interrupts are returned unchanged. So are errors of the request, such as an X that does not fit its
+    transform.
     """
     if not isinstance(error, Exception) or isinstance(error, InputError):
         return error

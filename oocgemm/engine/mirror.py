@@ -6,7 +6,8 @@ part of a strip left of its diagonal block is also written right of the diagonal
 
 If only a triangle is stored, the other triangle of a diagonal block is replaced by what C has there: 0 in an
 array that the run creates, and old elements in any other one. If C is in memory, a GPU does all of this
-(`oocgemm.backends.cuda.finisher`), but writes 0 over old elements. So these are saved before the run.
+(`oocgemm.backends.cuda.finisher`), but writes 0 over old elements. So `outside_kept` saves the old elements
+before the run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,9 @@ def adjoint(block: Array) -> Array:
 
 
 def complete(plan: Plan, operation: Operation, columns: Sequence[Array]) -> None:
-    """Make the diagonal block of a strip exactly Hermitian, in place; of a triangle, only its diagonal.
+    """Make the diagonal block of a strip exactly Hermitian, in place.
+
+    If only a triangle of C is stored, only the diagonal is changed: it becomes real.
 
     Args:
         plan: of a Gram matrix.
@@ -66,7 +69,7 @@ def complete(plan: Plan, operation: Operation, columns: Sequence[Array]) -> None
 def mirrored(
     plan: Plan, operation: Operation, located: Sequence[tuple[Range, Range, Array]]
 ) -> Iterator[tuple[Range, Range, Array]]:
-    """Yield the blocks of a strip that are also stored right of the diagonal, where they are not computed.
+    """Yield the blocks of a strip whose conjugate transposes are stored right of the diagonal of C.
 
     Args:
         plan: of a Gram matrix.
@@ -95,13 +98,13 @@ def outside(triangle: str, rows: Range, cols: Range) -> Range:
 
 
 def replace_outside(triangle: str, rows: Range, cols: Range, block: Array, old: Array | None) -> None:
-    """Replace the elements of a block of C outside of a triangle, in place, by old ones or by 0.
+    """Replace the elements of a block of C that are outside of a triangle, in place, by old elements or by 0.
 
     Args:
         triangle: "lower" or "upper".
         rows, cols: where the block is in C.
-        block: its elements.
-        old: those that C has in the columns that `outside` returns; None if they are 0.
+        block: the elements of the block.
+        old: the elements of C in the columns that `outside` returns; None if they are 0.
     """
     start, stop = outside(triangle, rows, cols)
     for number, row in enumerate(range(*rows)):

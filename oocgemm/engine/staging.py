@@ -62,13 +62,14 @@ MIN_PIECE_BYTES = 4 << 20
 
 # A function that is called with each part of a block: its rows and columns in the stored operand, its data.
 OnPart = Callable[[Range, Range, Array], None]
-# A function that reads, writes or inspects a part of a matrix, and its call for one part.
+# A function that reads, writes or inspects a part of a matrix.
 OnMatrix = Callable[[Matrix, Range, Range, Array], None]
+# A call of such a function for one part.
 Work = Callable[[], None]
 
 
 def group_width(plan: Plan, operand: str) -> int:
-    """Return the columns of the arrays in which a host slot stores a block; 0 if one array has all columns.
+    """Return how many columns each array of a block in a host slot has; 0 if one array has all columns.
 
     If a chunk has at least `BATCH_BYTES` bytes, there is one array per chunk in two cases:
 
@@ -98,7 +99,7 @@ def slot_views(operation: Operation, memory: Array, dtype: np.dtype[Any], width:
 
 
 def located(operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Range, Range, Array]]:
-    """Yield (rows, columns, array) for each array of a block, what `slot_views` returned for the operation.
+    """Yield (rows, columns, array) for each of the arrays `columns`, which `slot_views` returned for a block.
 
     Rows and columns are the ranges of the stored operand that the array contains.
     """
@@ -113,8 +114,8 @@ class Cutter:
     If the store only transfers whole chunks, a part is one chunk, or several chunks that have about
     `BATCH_BYTES` bytes together. With other stores, a part has about `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`
     bytes. A larger chunk is read in several parts, but written as one. Parts that are `copied` before they
-    are written have at most `MIRRORED_BYTES`, or are a chunk. Of a matrix in an object store, each part takes
-    one request.
+    are written have at most `MIRRORED_BYTES`, or are one chunk. If the matrix is in an object store, each
+    part takes one request.
     """
 
     def __init__(self, matrix: Matrix, threads: int, *, reading: bool, copied: bool = False) -> None:
@@ -131,11 +132,11 @@ class Cutter:
             self._fixed = self._chunk, ceil_div(batch, self._itemsize)
 
     def parts(self, rows: Range, cols: Range) -> Iterator[tuple[Range, Range]]:
-        """Cut a block, given by its rows and columns."""
+        """Cut the block at these rows and columns. Return the rows and columns of each part."""
         if self._fixed is not None:
             return pieces(rows, cols, *self._fixed)
         size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * self._itemsize
-        # Chunks are joined until they have at least this size, and so less than the double of it.
+        # Chunks are joined until they have at least this size. So they have less than twice this size.
         piece = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, size // self._threads))
         wanted = (MIRRORED_BYTES // 2 if self._copied else piece) // self._itemsize
         height, width = self._chunk
@@ -151,10 +152,10 @@ class Cutter:
 
 
 def _request(layout: Layout, itemsize: int, *, reading: bool) -> Shape:
-    """Return the shape of a block in an object store that takes one request.
+    """Return the shape of the block that one request to an object store reads or writes.
 
-    It is a chunk, or several small chunks of a shard. A large chunk of which parts can be read is cut into
-    bands of whole lines, of at most about `MAX_PIECE_BYTES`.
+    It is a chunk, or several small chunks of a shard. If the store can read parts of a large chunk, it is a
+    band of whole rows or columns of the chunk, of at most about `MAX_PIECE_BYTES`.
     """
     height, width = layout.read_chunk if reading else layout.writing.chunk
     count = height * width * itemsize // MAX_PIECE_BYTES
@@ -166,10 +167,10 @@ def _request(layout: Layout, itemsize: int, *, reading: bool) -> Shape:
 
 
 def _bands(height: int, width: int, count: int, contiguous: int) -> Shape:
-    """Cut a chunk into at most `count` equal bands of whole rows or columns, whichever are contiguous."""
+    """Cut a chunk into at most `count` equal bands of whole contiguous lines. Return the shape of a band."""
     extent = height if contiguous else width
     least = -(-extent // count)
-    # The smallest number that divides the extent, so that no part crosses the border of a chunk.
+    # The smallest part that divides the extent, so that no part crosses the border of a chunk.
     part = least if extent % least == 0 else next(i for i in range(least, extent + 1) if extent % i == 0)
     return (part, width) if contiguous else (height, part)
 
@@ -210,7 +211,7 @@ class HostSlots:
 
     @cached_property
     def _frames(self) -> int:
-        """Bytes of a slot for a strip of C that the GPU encodes; 0 if it does not."""
+        """Bytes of a slot for a strip of C that the GPU encodes; 0 if the GPU does not encode C."""
         return slot_frames(self._plan.setting, self._plan.tile, self._plan.slots.strip)
 
     @cached_property
@@ -233,7 +234,7 @@ class HostSlots:
 
     @cached_property
     def _forms(self) -> dict[str, tuple[np.dtype[Any], int]]:
-        """The dtype of an operand in slots, and what `group_width` returns for it."""
+        """Per operand, its dtype in slots, and what `group_width` returns for it."""
         plan = self._plan
         return {x: (numpy_dtype(plan.problem.dtypes[x]), group_width(plan, x)) for x in "ABC"}
 
@@ -261,7 +262,7 @@ class HostSlots:
     def await_prefault(self, slot: Slot) -> None:
         """Wait until a slot has been prefaulted. Start the prefault if it has not been started.
 
-        Return at once for a slot that a store is read into, which needs no prefault.
+        Return at once if the slot needs no prefault, because Reads fill it or the arena is resident.
         """
         if slot in self._waiting:
             self.start_prefault()
@@ -292,7 +293,7 @@ class HostSlots:
     def close(self) -> None:
         """Join the threads that prefault, and drop the arena.
 
-        Its memory is freed when the last NumPy view of it is deleted.
+        The memory of the arena is freed when the last NumPy view of it is deleted.
         """
         for pool in ("_pool", "_faulting"):
             if pool in vars(self):  # it was used
@@ -305,10 +306,11 @@ class Way:
     """How blocks of an operand are read or written.
 
     Attributes:
-        matrix: what they are read from, or written to.
-        cutter: cuts them into parts.
-        pool, threads: the threads that move parts, and how many of them move parts of one block.
-        pooled: whether only these threads may move parts.
+        matrix: the matrix that blocks are read from, or written to.
+        cutter: cuts blocks into parts.
+        pool: the threads that move parts.
+        threads: the maximum number of threads that move parts of one block.
+        pooled: whether only threads of the pool may move parts.
     """
 
     matrix: Matrix
@@ -331,8 +333,8 @@ class Transfers:
         self._threads = plan.candidate.io_threads
         self._retries = retries
         self.retried = self._retries.made
-        # Threads for Reads (True) and for Writes (False). In one pool, Reads would wait behind Writes. If all
-        # operands go from their memory to the device, a run has neither.
+        # Threads for Reads (True) and for Writes (False). In one pool, Reads would wait behind Writes. If no
+        # operand has host slots, a run has neither Reads nor Writes.
         self._pools: dict[bool, ThreadPoolExecutor] = {}
         if not all(map(plan.slots.streams, "ABC")):
             for reads, name in ((True, "oocgemm-reader"), (False, "oocgemm-writer")):
@@ -352,7 +354,7 @@ class Transfers:
         self._encodes = plan.layouts.codings.c is not None  # the GPU encodes C
 
     def _way(self, operand: str, *, reading: bool, copied: bool = False) -> Way:
-        """Return how blocks of an operand are read or written, perhaps after they are `copied`."""
+        """Return how blocks of an operand are read or written. `copied` tells that they are copied before."""
         key = operand, reading, copied
         if key not in self._ways:
             matrix, planned = self._operands[operand], self._plan.layouts.by_operand[operand]
@@ -360,7 +362,7 @@ class Transfers:
                 matrix = self._operands.get("D", matrix)
             layout, pool = matrix.layout, self._remote.get((operand, reading)) or self._pools[reading]
             # A codec must run in the pool's threads, because the budget contains scratch memory only for
-            # these. So must a request, so that no more are in flight than the plan says.
+            # these. A request must, too, so that no more requests are in flight than the plan says.
             pooled = layout.decode_bytes or layout.writing.encode_bytes or layout.requests
             cutter = Cutter(matrix, self._threads, reading=reading, copied=copied)
             self._ways[key] = Way(matrix, cutter, pool, planned.requests or self._threads, bool(pooled))
@@ -399,7 +401,7 @@ class Transfers:
         self._run(way, self._parts(way, trimmed(self._plan, operation, blocks), write) + work)
 
     def _frames(self, operation: Operation, slot: Array) -> list[Work]:
-        """Return a call for each chunk of a strip of C that the GPU has compressed, which writes it."""
+        """Return one call per chunk of a strip of C that the GPU has compressed. It writes the chunk."""
         matrix, (rows, cols) = self._operands["C"], operation.block
         assert isinstance(matrix, Coded)
         down, across = (
@@ -436,7 +438,7 @@ class Transfers:
         self._run(way, self._parts(way, located(operation, columns), act), self._pools[False])
 
     def _parts(self, way: Way, blocks: Iterable[tuple[Range, Range, Array]], act: OnMatrix) -> list[Work]:
-        """Cut blocks of an operand into parts, and return a call of `act` for each."""
+        """Cut blocks of an operand into parts, and return a call of `act` for each part."""
         return [
             partial(
                 act, way.matrix, r, c, block[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
@@ -518,8 +520,8 @@ def host_block(
 ) -> Pinned | Pageable | Found:
     """Return the block of an Upload or a Download in the memory of `matrix`, or in its file.
 
-    `transfer` copies parts of a pageable block from or to the matrix. Of a sparse C, the result takes the
-    elements that the device has found.
+    `transfer` copies parts of a pageable block from or to the matrix. If only some elements of C are kept,
+    the result receives the elements that the device has found.
     """
     if plan.problem.sink.bounded and isinstance(matrix, Collecting):
         return Found(partial(matrix.put, operation.m, operation.n))
@@ -547,7 +549,7 @@ def host_block(
 
 
 def pageable(matrix: Matrix, rows: Range, cols: Range, transfer: OnMatrix, *, uploading: bool) -> Pageable:
-    """Return a block of a matrix in pageable memory, or in files. `transfer` is as for `host_block`."""
+    """Return a block of a matrix in pageable memory, or in files, whose parts `transfer` copies."""
     whole = in_memory(matrix)
     if whole is None:
         chunks = cached_chunks(matrix) if uploading else None
@@ -594,7 +596,7 @@ class Staging(Transfers):
             operands: the matrices A, B and C, by name.
             pin: pins the memory of a slot. The thread that has faulted the pages in calls it.
             arena: memory for all slots, resident and pinned; None to allocate it.
-            retries: repeats reads that fail; None to repeat only those of this object.
+            retries: repeats reads that fail; None to create one for this object alone.
 
         Raises:
             ExecutionError: the system refuses a thread.
@@ -603,7 +605,7 @@ class Staging(Transfers):
         self._pin = pin
         self.slots = HostSlots(plan, pin, arena)
         self._streams = {x for x in "ABC" if plan.slots.streams(x)}
-        # The arrays of operands that the device copies directly. D is read in place of C.
+        # The arrays of operands that the device copies directly. If D is given, it is read instead of C.
         self._direct = {
             name: memory(matrix)
             for name, matrix in operands.items()

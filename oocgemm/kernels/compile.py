@@ -37,7 +37,7 @@ def kernel_folder() -> Path:
 
 
 def kernel_path(name: str) -> Path:
-    """Return the path of the CUDA source `NAME.cu`. A `BackendError` lists those that exist."""
+    """Return the path of the CUDA source `NAME.cu`. Raises `BackendError` if there is none."""
     found = {path.stem: path for path in kernel_folder().glob("*/*.cu")}
     if name not in found:
         raise BackendError(f"there is no kernel {name!r}; there are {', '.join(sorted(found))}")
@@ -60,8 +60,8 @@ class Compiler(Protocol):
 def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str]) -> bytes:
     """Return the machine code of the CUDA source named `source` for an architecture such as "sm_90a".
 
-    The user's cache has it by a hash of the compiler's version, the options, and the texts of the source and
-    all its includes. A `BackendError` contains the compiler's log.
+    The code is cached under a hash of the compiler's version, the options, and the texts of the source and of
+    all its includes. Raises `BackendError` with the compiler's log if the source does not compile.
     """
     options = (f"-arch={arch}", "-std=c++17", "-default-device", *options)
     path = kernel_path(source)
@@ -86,7 +86,7 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
 
 
 def _with_includes(name: str, seen: frozenset[str] = frozenset()) -> list[str]:
-    """Return the text of a source, and those of all files that it includes, as often as it does."""
+    """Return the text of a source, and the text of an included file once per include of that file."""
     if name in seen:
         return []
     text = (kernel_folder() / name).read_text(encoding="utf-8")

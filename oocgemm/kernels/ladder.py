@@ -46,9 +46,9 @@ def _tiled(
     threads: Callable[[Params], int],
     shared: Callable[[Call, Params], int] = lambda call, params: 0,
 ) -> Callable[[Call, Params], Launch]:
-    """Return the launch of a kernel whose blocks compute `params[rows]` x `params[cols]` elements of C.
+    """Return the `launch` of a kernel whose blocks compute `params[rows]` x `params[cols]` elements of C.
 
-    `threads` and `shared` compute its threads and its bytes of shared memory.
+    `threads` and `shared` compute the threads of a block, and its bytes of shared memory.
     """
 
     def launch(call: Call, params: Params) -> Launch:
@@ -69,9 +69,9 @@ def _tile_model(
 ) -> Callable[[Call, Params], Access]:
     """Return a function that predicts the memory accesses of a kernel that tiles A and B in shared memory.
 
-    Each thread block copies rows x depth elements of op(A) and depth x cols elements of op(B) at a time:
-    these are names of parameters. `reads` returns, for the parameters, the patterns in which a warp reads
-    shared memory (see `conflicts`).
+    `rows`, `cols` and `depth` are names of parameters. Each thread block copies rows x depth elements of
+    op(A) and depth x cols elements of op(B) at a time. `reads` takes the parameters, and returns the patterns
+    in which a warp reads shared memory (see `conflicts`).
     """
 
     def model(call: Call, params: Params) -> Access:
@@ -410,8 +410,8 @@ def _mma_params(tile_n: int, warps: int, copy: int, resident: int) -> Params:
 def _mma_entry(dtypes: tuple[str, ...], compute: str, *variants: Params) -> Kernel:
     """Return a `Kernel` with the source tensor_mma.cu.
 
-    The parameter COPY is the number of bytes that it copies at once, to which A and B must be aligned. So
-    `FAST` has several of these kernels, with smaller and smaller COPY.
+    The kernel copies COPY bytes at once, a parameter to which A and B must be aligned. So `FAST` has several
+    of these kernels, with smaller and smaller COPY.
     """
     return Kernel(
         name="tensor",
@@ -536,8 +536,8 @@ assert tuple(dict.fromkeys(kernel.name for kernel in LADDER)) == RUNGS, "a kerne
 def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
     """Return a kernel named `name` that can run a call, and the parameters to run it with.
 
-    Of several kernels of this name, those that have the parameters `wanted` are tried with them first, then
-    all with their default parameters. If none can run the call, an `InputError` has the reasons.
+    If several kernels have this name, those that accept the parameters `wanted` are tried with these first.
+    Then all are tried with their default parameters. Raises `InputError` if no kernel can run the call.
     """
     entries = [kernel for kernel in LADDER if kernel.name == name]
     candidates = [(kernel, wanted) for kernel in entries if wanted is not None and wanted in kernel.variants]
@@ -553,8 +553,8 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
     """Raise `InputError` if the kernel `name` cannot run all steps of a plan, those at the edges included.
 
-    So does a plan that selects more elements per row than any kernel can. Other kernels than those of the
-    ladder are not checked further.
+    Also raise it if the plan selects more elements per row than any kernel can. If `name` is not a kernel of
+    the ladder, nothing else is checked.
     """
     problem, tile = plan.problem, plan.tile
     check_sink(problem.sink)

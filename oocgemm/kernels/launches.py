@@ -105,12 +105,12 @@ def combine_options(dtype: str, number: int) -> tuple[str, ...]:
 WIDTH = 4
 # Threads across a row in a thread block, rows that a block transforms, and CUDA's limit on blocks along y.
 _THREADS, _ROWS, _MAX_DOWN = 64, 64, 65535
-# Rows, or columns, of the parts into which the kernels moments_columns and moments_rows cut a line, and how
-# many numbers they find of each.
+# The kernel moments_columns cuts a column into parts of _PART_ROWS rows, and moments_rows cuts a row into
+# parts of _PART_COLS columns. They find MOMENTS numbers per part.
 _PART_ROWS, _PART_COLS, MOMENTS = 128, 4096, 5
 # Rows per thread block of the kernels measure_sums and measure_products, if k is along columns.
 _SUMMED, _BLOCK_ROWS = 1024, 32
-# How a kernel counts the axis of the numbers of a step.
+# A kernel takes the axis of a step's numbers as an index into this tuple.
 AXES = ("", "rows", "cols")
 
 
@@ -128,7 +128,10 @@ class Elements(ctypes.Structure):
 
 @lru_cache
 def expand_options(stored: str, result: str, steps: tuple[ElementStep, ...], width: int) -> tuple[str, ...]:
-    """Return the options of expand.cu, for the dtypes before and after the steps, and 1 or `WIDTH`."""
+    """Return the options of expand.cu, which changes elements from dtype `stored` to `result` in steps.
+
+    `width` is the number of elements that a thread loads together: 1 or `WIDTH`.
+    """
     # Logarithms take so many registers that those of two rows would be spilled.
     unroll = 1 if any(step.kind == "log1p" for step in steps) else 2
     types = {"STORED": C_TYPES[stored], "RESULT": C_TYPES[result]}
@@ -183,7 +186,8 @@ def products_grid(rows: int, cols: int, width: int, *, by_column: bool) -> Grid:
 def moments_options(stored: str, steps: tuple[ElementStep, ...], code: float | None) -> tuple[str, ...]:
     """Return the options of moments.cu.
 
-    `steps` come before. `code` is that of missing elements, which may be NaN; None if no element is missing.
+    `steps` are applied to the elements first. `code` is the value that stands for a missing element, perhaps
+    NaN; None if no element is missing.
     """
     missing = 0 if code is None else 2 if isnan(code) else 1
     return _defined(STORED=C_TYPES[stored], CHAIN=_chain(steps), MISSING=missing)
@@ -203,7 +207,7 @@ def moments_grid(rows: int, cols: int, axis: int) -> Grid:
 
 
 def finish_options(sums: str, result: str) -> tuple[str, ...]:
-    """Return the options of the kernels finish and int8_finish, for the dtypes of the sums and the result."""
+    """Return the options of the kernels finish and int8_finish. `sums` and `result` are dtypes."""
     limit = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(result)
     more = {} if limit is None else {"MAX": f"{limit}.0"}
     return _defined(ACCUMULATED=C_TYPES[sums], STORED=C_TYPES[result], **more)
@@ -218,7 +222,7 @@ _GROUP = 4
 
 
 class StepNumbers(ctypes.Structure):
-    """The argument `step_t` of a kernel: addresses of the numbers per row and per column, and the number."""
+    """The argument `step_t` of a kernel: addresses of numbers per row and per column, and a single number."""
 
     _fields_ = (("rows", ctypes.c_void_p), ("cols", ctypes.c_void_p), ("value", ctypes.c_double))
 
@@ -255,8 +259,8 @@ def reduce_grid(rows: int) -> Grid:
 # Largest number of elements of a row that the kernel selects. The buffer of a warp has room for 64 more, and
 # its size is a power of two.
 MAX_TOPK = 2048
-# Maximum bytes of shared memory, and maximum number of warps, of a thread block. All GPUs since sm_75 have as
-# much. Blocks that search columns have more warps: they read as many adjacent columns together.
+# Maximum bytes of shared memory, and maximum number of warps, of a thread block. All GPUs since sm_75 have
+# this much. Blocks that search columns have more warps: they read as many adjacent columns together.
 _MAX_SHARED, _MAX_WARPS, _MAX_COLUMNS = 64 << 10, 8, 16
 # Scores that a warp reads together.
 _SCORES = 256
@@ -264,7 +268,7 @@ _MAX_GRID = (1 << 31) - 1
 
 
 def check_sink(sink: Sink) -> None:
-    """Raise `InputError` if the kernels select fewer elements of a row than are to be found."""
+    """Raise `InputError` if `sink` selects more elements per row than the kernels can, `MAX_TOPK`."""
     if isinstance(sink, Largest) and sink.topk > MAX_TOPK:
         raise InputError(
             f"topk = {sink.topk}, but a GPU selects at most {MAX_TOPK} elements of a row: pass a smaller "
@@ -346,7 +350,7 @@ class EncodingBatch(ctypes.Structure):
 
 
 class DeviceStrip(NamedTuple):
-    """A strip of C on the device: its address, its shape, and that of chunks."""
+    """A strip of C on the device: its address, its shape, and the shape of C's chunks."""
 
     address: int
     shape: Shape
@@ -375,7 +379,7 @@ def batches(
     for first in range(0, total, max_count):
         count = min(max_count, total - first)
         streams, at, addresses = count * division.streams, start + ALIGNMENT, []
-        # Behind each part there is room for a word that is read beyond it.
+        # After each part there is room for one word, since a word may be read beyond the end of the part.
         for part in (
             count * division.chunk,
             *3 * (streams * division.room,),

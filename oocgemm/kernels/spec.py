@@ -32,9 +32,9 @@ class Access:
 
 
 def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -> int:
-    """Return the sectors of A and B that thread blocks load which compute `rows` x `cols` elements of C each.
+    """Return the number of sectors of A and B that a kernel loads if blocks compute `rows` x `cols` of C.
 
-    Each loads its rows of op(A) and its columns of op(B) once, with coalesced accesses.
+    Each thread block loads its rows of op(A) and its columns of op(B) once, with coalesced accesses.
     """
     return (m * k * ceil_div(n, cols) + k * n * ceil_div(m, rows)) * itemsize // SECTOR
 

@@ -125,7 +125,7 @@ def save(tuning: Tuning) -> Path:
 def load(device: str) -> Tuning:
     """Return the tuning of a GPU, without kernels and parameters that this version does not have.
 
-    It is empty if the file is missing, damaged or has another version.
+    The tuning is empty if the file is missing or damaged, or has another version.
     """
     return _load(device, cache.version())
 
