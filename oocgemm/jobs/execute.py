@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Seed of the random signs in checksums. Its value does not matter; a constant makes runs repeatable.
 SEED = 20261
 
-# The figures of checksums of a run that computed no tile.
+# The figures of checksums in the report of a run that computed no tile.
 NOTHING_SUMMED: dict[str, Any] = {
     "tiles": 0, "blocks": 0, "undecided": 0, "recomputed": [], "seconds": 0.0, "thread_seconds": 0.0,
     "tier": "host", "device_seconds": 0.0,
@@ -94,7 +94,7 @@ def rates(job: PreparedRun, c: Matrix) -> dict[str, float] | None:
 def check_places(request: Request, wanted: int) -> None:
     """Raise `InputError` if C or the log of a run cannot be created. Call this before an operand is read.
 
-    `wanted` is how many bytes C takes on its disk at least.
+    `wanted` is the minimum number of bytes that C takes on its disk.
     """
     request.c.check_place(lambda: wanted)
     if request.timeline is not None:
@@ -170,12 +170,12 @@ def execute(
             cleanup.callback(staging.close)
             observers = [log.add, *([progress(job.plan)] if progress else [])]
 
-            # Other programs hardly slow down a run of the GPU alone. To read the times takes 0.3 ms.
+            # Reading the CPU times takes 0.3 ms. Other programs hardly slow down a run of the GPU alone.
             reads_cpu = job.plan.prediction.total > MIN_CPU_WALL / (1 if job.plan.setting.enqueues else 10)
 
             def started() -> None:
-                # Before the run, this would delay the first operation, on some machines by tens of
-                # milliseconds.
+                # Reading the CPU times before the run would delay the first operation, on some machines by
+                # tens of milliseconds.
                 if reads_cpu and not cpu:
                     cpu.append(CpuTimes.now())
 
@@ -192,11 +192,11 @@ def execute(
             _note(staging.retried, facts["retried"])
             facts["held"] = {"device": session.device_bytes(), "host": staging.slots.arena.nbytes}
             kernels = session.kernels_used()
-            # If C is in memory and nothing is unpinned, a thread for that would gain nothing.
+            # If C is in memory and nothing is unpinned, freeing the memory in a thread would gain nothing.
             frees_little = job.plan.layouts.c.in_memory and all(map(job.plan.slots.streams, "ABC"))
             if target.whole and _needs_samples(job):
                 staging.close()
-                opened.close()  # its memory is free for the samples
+                opened.close()  # frees the memory of the session for the samples
             elif not (is_short(job.plan) or frees_little):
                 cleanup.enter_context(_freeing(staging, opened))
         if isinstance(target.matrix, Merging):
@@ -213,10 +213,10 @@ def execute(
 
 
 def conclude(job: PreparedRun, result: Matrix, facts: dict[str, Any], origin: int, cancel: Cancel) -> None:
-    """Do what follows when all tiles are finished: settle what is undecided, and check samples.
+    """After all tiles are finished, decide which pairs near a threshold are kept, and check samples.
 
     Also call this if no tile was left to compute: the earlier run may have ended before its samples were
-    checked, or because they were wrong. What is found is added to `facts`.
+    checked, or because its samples were wrong. The figures of the checks are added to `facts`.
     """
     retries = Retries()
     if isinstance(result, Collecting):
@@ -234,7 +234,7 @@ def conclude(job: PreparedRun, result: Matrix, facts: dict[str, Any], origin: in
 
 
 def _needs_samples(job: PreparedRun) -> bool:
-    """Return whether samples of the result are to be checked after the run."""
+    """Return whether samples of the result must be checked after the run."""
     problem, request = job.plan.problem, job.request
     made = problem.checks_sums or request.into.sampled
     return request.verify and made and 0 not in (problem.m, problem.n)
@@ -275,7 +275,7 @@ def _checked(
 ) -> dict[str, Any] | None:
     """Call `run` for a plan. Return the results of the checksums; None if the run has none.
 
-    Tiles that fail their checksums are computed once more. Raises `ExecutionError` if one fails again.
+    Tiles that fail their checksums are computed once more. Raises `ExecutionError` if a tile fails again.
     """
     if not plan.problem.checked:
         run(plan, None)

@@ -1,9 +1,10 @@
 """The journal of a run records what the run computes, and which tiles of C are done.
 
 The journal is in a folder inside a zarr array, or next to a .npy file (`stores.sidecar`). Each line is a
-CRC-32 and a JSON object, or a list of objects that were appended together: a power failure may keep any part
-of an append, such as its end without its beginning. If the process is killed, or the power fails, only the
-last line can be torn, which is then ignored. If whole lines follow a damaged one, the journal is refused::
+CRC-32 and a JSON value: an entry, or a list of entries. Entries that are appended together share a line,
+because a power failure may keep any part of an append, such as its end without its beginning. If the process
+is killed, or the power fails, only the last line can be torn, which is then ignored. If whole lines follow a
+damaged one, the journal is refused::
 
     run       the header: what is computed, from which operands, and the plan
     commit    beta != 0 only: the new content of a tile is durable, outside C in the subfolder redo/
@@ -76,25 +77,25 @@ from oocgemm.stores.files import open_regular, read_regular, sync_path
 from oocgemm.system.threads import process_start, running_system, start
 
 LOCK = "lock"
-# Seconds between renewals, and after which a lease that is not renewed counts as abandoned.
+# Seconds between renewals of a lease, and seconds after which a lease without a renewal counts as abandoned.
 BEAT_SECONDS, LEASE_SECONDS = 10.0, 60.0
-# Seconds between looks at a lease whose holder may have ended.
+# Poll interval, in seconds, for a lease whose holder may have ended.
 LOOK_SECONDS = 2.0
 
 logger = logging.getLogger("oocgemm")
-# The versions of leases that were found to be abandoned, so that no process waits for them twice.
+# Versions of leases that this process found to be abandoned. It does not wait for such a lease again.
 _abandoned: set[str] = set()
 
 FORMAT = 3
 JOURNAL, REDO, COUNT = "journal", "redo", "count"
 # Only in distributed runs (`oocgemm.distributed`): the folder of the attempts of workers at parts, the file
-# by which the coordinator shows its workers that it is alive, what all workers are given, and the partial
-# products of slices of k.
+# by which the coordinator shows its workers that it is alive, the file with the data that all workers get,
+# and the array of the partial products of slices of k.
 ATTEMPTS, COORDINATOR, GIVEN, PARTIAL = "attempts", "coordinator", "given", "partial"
 # Extended attribute in which a complete .npy file stores the first and last lines of its journal.
 ATTRIBUTE = "user.oocgemm.journal"
-# Number of attempts to lock, and seconds between them. An attempt also fails while `owner` tests the lock in
-# another process.
+# Number of attempts to lock, and seconds between two attempts. An attempt also fails while `owner` tests the
+# lock in another process.
 TRIES, PAUSE = 5, 0.02
 
 
@@ -164,15 +165,15 @@ class Lease:
     the lease at once, one fails.
 
     A lease whose holder has ended is taken over. If the holder ran on this machine, the system says whether
-    it is alive. Otherwise the lease counts as abandoned if it does not change for `LEASE_SECONDS`. Clocks of
-    different machines are never compared.
+    the holder is alive. Otherwise the lease counts as abandoned if it does not change for `LEASE_SECONDS`.
+    Clocks of different machines are never compared.
 
     A holder that was suspended may come back after another process has taken the lease. It then finds that
     its lease was not renewed for `LEASE_SECONDS / 2`, and writes nothing more. Its next conditional PUT would
-    fail in any case. A write that was in flight when it was suspended is found when the other process
+    fail in any case. A write that was in flight when the holder was suspended is found when the other process
     completes C (`ObjectMatrix.set_finished`).
 
-    Raises `InputError` if another process holds it, or if the store does not support conditional PUTs.
+    Raises `InputError` if another process holds the lease, or if the store does not support conditional PUTs.
     """
 
     def __init__(self, folder: RemoteFolder) -> None:
@@ -228,7 +229,7 @@ class Lease:
             self._free()
 
     def _free(self) -> None:
-        with suppress(OSError):  # the lease is then found to be abandoned when this process has ended
+        with suppress(OSError):  # other processes find the lease abandoned after this process has ended
             self._folder.replace(LOCK, self._state(held=False), self._version)
 
     def confirm(self) -> None:
@@ -250,7 +251,7 @@ class Lease:
                 logger.warning("the lease on C could not be renewed: %s", error)
 
     def _state(self, *, held: bool) -> bytes:
-        """Return the content of the object, which is unique."""
+        """Return new content for the lease object. No two contents are equal."""
         self._beats += 1
         return json.dumps(
             {
@@ -265,7 +266,7 @@ class Lease:
 
 
 def _now() -> float:
-    """Return seconds of a clock that goes on while the machine is suspended."""
+    """Return the time, in seconds, of a clock that also runs while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -278,7 +279,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _changes(folder: RemoteFolder, content: bytes) -> bool:
-    """Return whether the lease changes within `LEASE_SECONDS`."""
+    """Return whether the lease changes within `LEASE_SECONDS`, and is still held after the change."""
     until = _now() + LEASE_SECONDS
     while _now() < until:
         time.sleep(LOOK_SECONDS)
@@ -289,13 +290,13 @@ def _changes(folder: RemoteFolder, content: bytes) -> bool:
 
 
 def _identity(pid: int) -> list[str] | None:
-    """Return what identifies a running process of this machine: boot, PID namespace, PID and start time."""
+    """Return the boot, PID namespace, PID and start time of a process of this machine; None if unknown."""
     start, system = process_start(pid), running_system()
     return None if start is None or not all(system) else [*system, str(pid), str(start)]
 
 
 def _is_alive(identity: Any) -> bool | None:
-    """Return whether a process is alive; None if it is not known, since it ran on another machine."""
+    """Return whether a process is alive; None if that is unknown, because it ran on another machine."""
     here = _identity(os.getpid())
     if here is None or not isinstance(identity, list) or len(identity) != 4 or identity[:2] != here[:2]:
         return None
@@ -306,9 +307,9 @@ def _is_alive(identity: Any) -> bool | None:
 class Record:
     """The content of a journal, as read from its file.
 
-    `committed` has the tiles that are committed but not done. `files` maps done tiles to the fingerprints of
-    their files, or in a .npy file to checksums of their elements. `complete` is None until all of C is
-    durable.
+    `committed` contains the tiles that are committed but not done. `files` maps done tiles to the
+    fingerprints of their files, or in a .npy file to checksums of their elements. `complete` is None until
+    all of C is durable.
     """
 
     header: dict[str, Any]
@@ -329,8 +330,8 @@ class Record:
 def read(folder: Folder) -> Record | None:
     """Return the content of the journal for C; None if C has no journal.
 
-    The journal is in `folder`, or in an extended attribute of a complete .npy file. Raises `InputError` if it
-    is unreadable, damaged, of another format, or has lost lines.
+    The journal is in `folder`, or in an extended attribute of a complete .npy file. Raises `InputError` if
+    the journal is unreadable, damaged, of another format, or has lost lines.
     """
     if not isinstance(folder, Path):
         found = folder.get(JOURNAL)
@@ -451,7 +452,7 @@ def owner(folder: Folder) -> str | None:
 
 
 class JournalWriter(ABC):
-    """What a journal records. `_add` adds a line of entries."""
+    """Writes the entries of a journal. A subclass defines `_add`, which adds a line of entries."""
 
     @abstractmethod
     def _add(self, entries: Sequence[dict[str, Any]]) -> None: ...
@@ -505,7 +506,7 @@ class Journal(JournalWriter):
         self._file = open_regular(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
-        self._sync_names()  # the earlier run may have been killed before `start` reached this call
+        self._sync_names()  # the earlier run may have been killed before its `start` called this
 
     def commit(self, tiles: Sequence[Tile]) -> None:
         super().commit(tiles)
@@ -611,7 +612,8 @@ class ObjectJournal(JournalWriter):
     the last epoch can add lines. A line is durable when the PUT returns, and is there as a whole or not at
     all.
 
-    For each tile, the order of writes is the same as with files. Where files are flushed, a PUT has returned.
+    For each tile, the order of writes is the same as with files. A PUT that has returned takes the
+    place of a flushed file.
 
     Raises `InputError` if another run holds the lease.
     """

@@ -1,11 +1,11 @@
 """Open the operands of a request, and describe their product: its shapes, dtypes, scalars and tile.
 
-If a Gaussian follows, squared distances are computed from inner products, so operands are prepared in a way
-that these do not cancel. The squared distance of two rows is ``|x|^2 + |y|^2 - 2 x y``. Its rounding error
-grows with the norms of rows, which may be far larger than the distances. So a common center is subtracted
-from all rows when they are read, which leaves distances as they are. If a Gaussian would still have a
-relative error of more than `MAX_ERROR`, rows are multiplied in float64. If that is not enough either, the
-product is refused.
+For a Gaussian, squared distances are computed from inner products. The operands are prepared so that
+no digits are lost by cancellation. The squared distance of two rows is ``|x|^2 + |y|^2 - 2 x y``. Its
+rounding error grows with the norms of rows, which may be far larger than the distances. So a common center is
+subtracted from all rows when they are read, which leaves distances as they are. If a Gaussian would still
+have a relative error of more than `MAX_ERROR`, rows are multiplied in float64. If that is not enough either,
+the product is refused.
 """
 
 from dataclasses import replace
@@ -40,18 +40,18 @@ from oocgemm.stores.base import ConstantRows, KeptMatrix, RowsMatrix, SlicedMatr
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix, chain_of
 
-# The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
-# product, and C shall not be rounded to it.
+# The default dtype of C if an operand is transformed to a narrow dtype: that cast only speeds up the product,
+# so C is not rounded to the narrow dtype.
 _NARROW = {"float16": "float32", "bfloat16": "float32"}
 
-# Largest estimate, gamma times eps times the largest squared norm, of the relative error of a Gaussian.
+# Largest relative error of a Gaussian. The estimate is gamma times eps times the largest squared norm.
 MAX_ERROR = 1e-4
 # Largest squared norm whose products do not overflow float64.
 MAX_SQUARE = float(np.finfo(np.float64).max) / 16
 
 # Largest number of ones whose sum is exact in float32.
 _MAX_EXACT = 1 << 24
-# dtypes of scores, by the dtype of E, if they are not the default dtypes of C.
+# dtypes of scores, by the dtype of E, where the default dtype of C does not fit.
 _SCORES = {"float16": "float32", "bfloat16": "float32", "int8": "float64"}
 
 
@@ -102,7 +102,7 @@ def problem_of(
     return problem
 
 
-# The same object for the same product: comparing two equal ones takes longer, and each caches properties.
+# Equal products share one object: comparing two equal objects takes longer, and each caches its properties.
 _problem = lru_cache(64)(GemmProblem.of)
 
 
@@ -120,7 +120,7 @@ def _out_dtype(given: Any, operands: DType) -> str:
 
 
 def _casts(name: str, operands: DType) -> str:
-    """Return the end of a message: how C gets a dtype that the product cannot have; "" if it cannot."""
+    """Return the end of a message: how to get C in a dtype that the product cannot have; "" if impossible."""
     if operands.is_complex or name not in CASTS:
         return ""
     found = f"; or round C with epilogue=[oocgemm.Cast({name!r})]"
@@ -133,7 +133,7 @@ def _casts(name: str, operands: DType) -> str:
 
 
 def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:
-    """Return alpha or beta. Raises `InputError` if the dtypes of the operands and of C cannot have it."""
+    """Return alpha or beta as a number. Raises `InputError` if it does not fit the operands' or C's dtype."""
     try:
         number = complex(value if np.ndim(value) == 0 else "an array")
     except (TypeError, ValueError, OverflowError):
@@ -196,11 +196,11 @@ def tile_of(value: TileShape | str | None, problem: GemmProblem) -> TileShape | 
 def centered(
     problem: GemmProblem, a: Matrix, b: Matrix, request: Request
 ) -> tuple[GemmProblem, Matrix, Matrix]:
-    """Return a product and its operands with a common center subtracted, if its epilogue has a Gaussian.
+    """Return a product and its operands, less a common center if the epilogue begins with a Gaussian.
 
     Rows of op(A) and columns of op(B) are multiplied in float32, or in float64 if that is not enough. C's
-    dtype stays. Products of int8 are exact, and returned as they are. Raises `InputError` if rows lie so far
-    apart that float64, or `compute`, rounds too much.
+    dtype does not change. Products of int8 are exact, and returned as they are. Raises `InputError` if rows
+    lie so far apart that float64, or the arithmetic `compute`, rounds too much.
     """
     if not problem.epilogue or problem.epilogue[0].kind != "gaussian" or problem.exact or not problem.depth:
         return problem, a, b
@@ -211,7 +211,7 @@ def centered(
         sides.append((readable(b, memory), int(problem.trans_b.swaps)))
     found = [stats_of(x, 1 - k_axis, Transform(missing=np.nan), memory) for x, k_axis in sides]
     center = _center(found)
-    # What the user calls rows of op(A) and columns of op(B).
+    # Whether the rows of op(A), and the columns of op(B), are columns of the arrays that the user passed.
     columns = op_of("trans_a", request.a.op).swaps, not op_of("trans_b", request.b.op).swaps
     dtype = _dtype(problem, sides, found, center, memory, [("row", "column")[each] for each in columns])
     if dtype == "float64" and problem.compute in ("tf32", "bf16"):
@@ -226,7 +226,7 @@ def centered(
 
 
 def _center(found: list[Stats]) -> Array:
-    """Return the mean of all rows, 0 where it is not finite. NaN is left out."""
+    """Return the mean of all rows without NaN elements; 0 where the mean is not finite."""
     with np.errstate(all="ignore"):
         totals = [np.where(each.count > 0, each.mean * each.count, 0) for each in found]
         mean = sum(totals) / np.maximum(sum(each.count for each in found), 1)
@@ -241,9 +241,10 @@ def _dtype(
     memory: int,
     lines: list[str],
 ) -> str:
-    """Return the dtype in which rows are multiplied. Extremes decide it if they can, otherwise a pass.
+    """Return the dtype in which rows are multiplied. It depends on the largest norm of a row.
 
-    `lines` says what the user calls the rows of each side.
+    If a bound from the extremes does not decide, a pass over the operands computes the norms. `lines` says
+    whether the user calls the rows of each side "row" or "column".
     """
     dtypes = list(dict.fromkeys((DTYPES[problem.a_dtype].accumulator, "float64")))
     limits = [_limit(problem, dtype) for dtype in dtypes]
@@ -319,7 +320,7 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
 def _stored(
     request: Request, problem: GemmProblem, a: Matrix, b: Matrix, backend: str
 ) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Return A, B and their product, with its epilogue and checksums, if C is stored."""
+    """Return A, B and a product that is stored, with its epilogue and its checksums."""
     problem = _accumulated(problem, backend)
     problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
     if request.into.uplo == "full":
@@ -362,7 +363,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
 
 
 def _standardized(x: Matrix, request: Request, op: Op) -> Matrix:
-    """Return X with its rows, or columns with an `op` that transposes, transformed and standardized."""
+    """Return X with its rows (its columns if `op` transposes) transformed and standardized."""
     axis, kept = int(op.swaps), request.a.kept
     x = x if kept is None else KeptMatrix(x, axis, kept)
     return standardized(transformed(x, request.a.transform, op, left=True), request.a.standardize, axis)
@@ -393,7 +394,7 @@ def _open_selection(
 
 
 def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open A and B, whose product is not stored, and describe it. If they are the `same`, B is A^T."""
+    """Open A and B, and describe their product, which is not stored. With `same`, op(B) is op(A)^T."""
     name = "X" if request.a.standardize else names[0]
     trans = op_of("trans_a", request.a.op)
     if same:
@@ -471,7 +472,7 @@ def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple
 
 
 def _check_most(topk: int, most: int) -> None:
-    """Raise `InputError` if a row of C has fewer elements than are to be found."""
+    """Raise `InputError` if rows of C have fewer elements than the number to find per row."""
     if most < 1:
         raise InputError("C has no columns, so that no element is the largest: pass a B with columns")
     if topk > most:
@@ -479,7 +480,7 @@ def _check_most(topk: int, most: int) -> None:
 
 
 def _check_topk(name: str, selection: Selection, rows: int) -> None:
-    """Raise `InputError` if a row cannot be compared with as many rows as are to be found."""
+    """Raise `InputError` if a row can be compared with fewer rows than the number to find per row."""
     most, besides = rows - selection.excludes_self, " besides itself" if selection.excludes_self else ""
     if most < 1:
         raise InputError(f"{name} has {counted(rows, 'row')}, and none to compare it with: pass more rows")
@@ -491,7 +492,7 @@ def _check_topk(name: str, selection: Selection, rows: int) -> None:
 
 
 def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:
-    """Return the problem with the dtype of its sums: int32 for int8 on a GPU, if none can overflow."""
+    """Return the problem with the dtype of its sums: int32 for int8 on a GPU, if no sum can overflow."""
     if problem.exact and backend == "cuda" and problem.depth <= emulation.MAX_INT32_DEPTH:
         return problem.with_sums("int32")
     return problem
@@ -515,9 +516,9 @@ def _checked(request: Request, problem: GemmProblem, tier: str) -> GemmProblem:
 def checksum_tier(backend: str, problem: GemmProblem) -> str:
     """Return where the checksums of panels are computed: "device" or "host".
 
-    On cuda it is the device, whose memory is faster. But it has no checksum kernels for integers, nor for
-    panels that serve in both roles, and cannot check what an epilogue has changed
-    (`GemmProblem.checks_sums`).
+    On cuda, the device computes them, because its memory is faster. But the device has no checksum kernels
+    for integers, nor for panels that are panels of both A and B, and cannot check elements that an epilogue
+    has changed (`GemmProblem.checks_sums`).
     """
     host = problem.exact or problem.b.shares or problem.epilogue
     return "device" if backend == "cuda" and not host else "host"

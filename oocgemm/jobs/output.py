@@ -40,7 +40,7 @@ from oocgemm.stores.files import sync_path
 from oocgemm.system.installed import __version__
 from oocgemm.system.resources import available_for, available_memory
 
-# Part of the available memory that elements of a sparse C may take. At the end of a run, they are copied.
+# Share of the available memory that the elements of a sparse C may take. A run copies them at its end.
 SPARSE_SHARE = 0.4
 
 
@@ -49,8 +49,8 @@ class Target(ABC):
 
     As a context manager, it calls `abandon` if the `with` block raises, and `close` in any case. `matrix` is
     C. `written` tells whether the run has begun to write to C. `whole` tells whether C has all tiles when the
-    run of this process ends. `finished` records that a tile has been written to blocks of C, perhaps not yet
-    to the disk; None if nothing is recorded.
+    run of this process ends. `finished` is called with each tile that has been written to blocks of C,
+    perhaps not yet to the disk; None if no tile is recorded.
     """
 
     matrix: Matrix
@@ -171,9 +171,9 @@ class Journaled(Target):
             self._journal.resume()
             self._header = earlier.header
         else:
-            self._remove_parts()  # of an earlier run: they do not belong to this one
+            self._remove_parts()  # parts of an earlier run do not belong to this run
             if isinstance(earlier.folder, Path) and earlier.record is None:
-                (earlier.folder / DATA).unlink(missing_ok=True)  # its journal is lost
+                (earlier.folder / DATA).unlink(missing_ok=True)  # an unfinished C without a journal
             self._header = header_of(job)
             if not isinstance(earlier.folder, Path):
                 self._header["name"] = uuid4().hex
@@ -195,7 +195,7 @@ class Journaled(Target):
             for tile in earlier.committed:
                 for block in plan.grid.blocks(tile):
                     self.matrix.apply_redo(*block)
-            stores.remove(redo)  # removes files of tiles without a commit
+            stores.remove(redo)  # removes the files of tiles that have no commit
             if isinstance(redo, Path):
                 redo.mkdir()
                 sync_path(redo.parent)
@@ -209,12 +209,13 @@ class Journaled(Target):
         assert self._committer is not None
         self._committer.close()
         self._journal.check_in_place()
-        # All tiles are in C. After `complete`, no run would remove what a killed one has left here.
+        # All tiles are in C. After `complete`, no run would remove files that a killed run has left here.
         stores.remove(self._earlier.folder / REDO)
         self._remove_parts()
         self.matrix.set_finished(True, self._uplo)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
-        # The journal of a zarr array stays in its folder. That of a .npy file is moved into the file.
+        # The journal of a zarr array stays in its folder. The journal of a .npy file is
+        # moved into that file.
         if self._earlier.folder.name != SIDECAR and isinstance(self._journal, Journal):
             self._journal.move_into_c()
 
@@ -239,7 +240,7 @@ class Journaled(Target):
         self._journal.close()
 
     def _remove_parts(self) -> None:
-        """Remove what distributed runs have left in the folder of the journal."""
+        """Remove the files and folders that distributed runs have left in the folder of the journal."""
         folder = self._earlier.folder
         if isinstance(folder, Path):
             for name in (ATTEMPTS, PARTIAL):
@@ -254,7 +255,7 @@ def remove_shared(folder: Path) -> None:
     The folder is renamed first, so that no file can be created in it while its files are removed.
     """
     removed = folder.with_name(f"{folder.name}.removed")
-    shutil.rmtree(removed, ignore_errors=True)  # of a process that was killed in this function
+    shutil.rmtree(removed, ignore_errors=True)  # left by a process that was killed in this function
     with suppress(OSError):
         folder.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
@@ -290,7 +291,7 @@ def create_output(job: PreparedRun, folder: Folder | None = None) -> Matrix:
         )
     if job.merges_rows:
         return RankedMatrix("C", np.empty(shape, dtype))
-    # The other triangle of a Gram matrix is never written, and sums of no elements are not either.
+    # The other triangle of a Gram matrix is never written, nor is a sum of no elements.
     make = np.zeros if problem.triangle or problem.sink.begins_with_zeros else np.empty
     return stores.open_matrix("C", make(shape, dtype), writable=True)
 

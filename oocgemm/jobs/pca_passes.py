@@ -2,33 +2,35 @@
 
 With centers c and scales s of the columns, the transformed matrix is Xc = (X - 1 c^T) S, S = diag(1 / s). A
 pass computes ``Z = X^T Y`` with Y = X S Q - 1 b^T and b = Q^T S c. Then ``Xc^T Xc Q = S (Z - c t^T)``, with
-the column sums t of Y. Y has one more column, of ones. Its product has the column sums of X, from which t
-follows, and after the first pass c. So centers and scales change neither X nor its panels.
+the column sums t of Y. Y has one more column, of ones. The product with this column gives the column
+sums of X. From these sums follow t and, after the first pass, c. So centers and scales change neither X nor
+its panels.
 
-Means that are far larger than what X varies by would lose its digits in these sums. Then, as if elements were
-missing, each element is centered and scaled on its own when it is multiplied: c = 0 and S = 1 above.
+If means are far larger than standard deviations, these sums would lose digits of X. In this case, and if X
+has missing elements, each element is centered and scaled on its own when it is multiplied: c = 0 and S = 1
+above.
 
-The squares of very small or very large elements leave the range of the dtype, and their fourth powers that of
-float64. If those of the first product do, each element is also multiplied by a power of two, which rounds
-nothing, and singular values are divided by it.
+The squares of very small or very large elements leave the range of the dtype, and their fourth powers leave
+the range of float64. If the first product or its squares do, each element is also multiplied by a power of
+two, which rounds nothing, and singular values are divided by this power.
 
 Eigenvectors of X^T X come from these products by a randomized block method.
 The first block Q is random (Halko, Martinsson and Tropp, *Finding structure with randomness*, 2011). Each
-pass over X gives Z = X^T X Q. The next Q is the best one in the span of the last two Z, as in LOBPCG
+pass over X gives Z = X^T X Q. The next Q is the best block in the span of the last two Z, as in LOBPCG
 (Knyazev, 2001). So X is read once per iteration, and few iterations suffice, even if singular values decay
 slowly.
 
 The results of a pass are the Ritz vectors V of X^T X in that span. Since X^T X V is known there, so are their
 residuals ``X^T X v - s^2 v``. The next Q is half an iteration ahead of V.
 
-All of this is computed in float64. Its matrices have as many rows as X has columns.
+All of this is computed in float64, with matrices that have as many rows as X has columns.
 
 With several devices, the rows of X are divided into slices, and Z is the sum of their products. The slices
 depend on X alone. Their products are added in their order, in float64. So the bits of the result do not
 depend on the number of devices.
 
 The state of an unfinished run is kept in a file beside the result.
-It is replaced after each pass: the new file is written and flushed to the disk, and renamed into place. So a
+After each pass, a new file is written, flushed to the disk, and renamed into its place. So a
 run that is killed at any time loses one pass at most, and a resumed run computes the same bits.
 """
 
@@ -62,30 +64,31 @@ from oocgemm.stores.transformed import chain_of
 
 # A block Q of orthonormal columns, and the product X^T X Q.
 Block = tuple[Array, Array]
-# Singular values below ROUNDINGS units of rounding, or below FLOOR, relative to the largest one, are 0.
+# Singular values count as 0 below ROUNDINGS units of rounding, or below FLOOR, times the largest one.
 ROUNDINGS, FLOOR = 8, 1e-7
-# Directions of the last block that are shorter than this, in square roots of the unit of rounding, when those
-# of the present one have been removed, are left out, and so are those shorter than MIN_DIFFERENCE.
+# The directions of the present block are removed from the last block. What remains is left out if it is
+# shorter than MIN_LENGTH square roots of the unit of rounding, or than MIN_DIFFERENCE.
 MIN_LENGTH, MIN_DIFFERENCE = 3, 1e-6
-# Nearly dependent directions are left out: of X V, and of X^T U.
+# Smallest eigenvalues of the inner products of the columns of X V, and of X^T U, scaled to length 1.
+# Directions with smaller eigenvalues are nearly dependent, and left out.
 MIN_EIGENVALUE, MIN_SHARE = 1e-3, 1e-10
-# Residuals below this many units of rounding are rounding errors, and eigenvalues that differ by less are
-# equal, relative to the largest eigenvalue.
+# Residuals below this many units of rounding, relative to the largest eigenvalue, are rounding errors.
+# Eigenvalues that differ by less count as equal.
 NOISE = 4
-# Matrices of the size of Q that exist at the same time, at most.
+# Maximum number of matrices of the size of Q that exist at the same time.
 MAX_MATRICES = 16
 
 # The width of Y is a multiple of this, so that rows of Q and of Z are aligned on a GPU.
 WIDTH = 8
 # Centers are subtracted from products as long as this bounds the relative rounding error of Xc^T Xc.
 MAX_ROUNDING = 1e-4
-# If the largest element of the first product is below this many of the smallest normal numbers, digits may
+# If the largest element of the first product is below MARGIN times the smallest normal number, digits may
 # have been lost by underflow.
 MARGIN = 2.0**46
-# The elements of the first Xc^T Xc Q. Then squares of products, which are fourth powers of singular values,
-# stay in the range of float64 with all their digits.
+# Range of the largest element of the first Xc^T Xc Q. In this range, squares of products, which are fourth
+# powers of singular values, keep all their digits in float64.
 MIN_PRODUCT, MAX_PRODUCT = 2.0**-400, 2.0**400
-# Number of slices of X if it is multiplied by several devices, unless it has fewer chunks.
+# Number of slices of X if several devices multiply it, unless X has fewer rows of chunks.
 SLICES = 8
 # Dtypes in which X is multiplied.
 DTYPES = ("float32", "float64")
@@ -98,7 +101,8 @@ class Subspace:
     """The state of the iteration, after a number of `passes`.
 
     - `basis`: Q of the next pass, with orthonormal columns.
-    - `last`: the block of the last pass, and `found`: what the passes have found; None before the first one.
+    - `last`: the block of the last pass; None before the first pass.
+    - `found`: what the passes have found; None before the first pass.
     """
 
     basis: Array
@@ -109,13 +113,14 @@ class Subspace:
 
 @dataclass(frozen=True, eq=False)
 class Ritz:
-    """Approximate singular vectors and values of X, those of the largest values first.
+    """Approximate singular vectors and values of X, in descending order of the values.
 
-    - `components`: the right singular vectors, orthonormal columns. `values`: the singular values.
-    - `residuals`: |X^T X v - s^2 v| / s_1^2 for each of them.
-    - `errors`: for each, its residual over the estimated gap between s^2 and the other eigenvalues of X^T X.
-      This bounds the sine of the angle between v and the exact singular vector. It is 0 where rounding errors
-      are all that is left of the residual.
+    - `components`: the right singular vectors, orthonormal columns.
+    - `values`: the singular values.
+    - `residuals`: |X^T X v - s^2 v| / s_1^2 for each vector v and its value s.
+    - `errors`: each residual divided by the estimated gap between s^2 and the other eigenvalues of X^T X.
+      This bounds the sine of the angle between v and the exact singular vector. It is 0 where the residual
+      consists of rounding errors alone.
     """
 
     components: Array
@@ -143,15 +148,15 @@ def advance(state: Subspace, block: Block, rounding: float) -> Subspace:
     eigenvalues, directions = eigenvalues[::-1], directions[:, ::-1][:, : block[0].shape[1]]
     v, product = q @ directions, z @ directions
     found = _ritz(v, product, eigenvalues, rounding)
-    # In the first product, rounding errors of the largest singular value hide small ones. So it is only
-    # orthogonalized.
+    # In the first product, rounding errors of the largest singular value hide small ones. So the next basis
+    # is only this product, orthogonalized.
     ahead = block[1] if state.last is None else completed(_ahead(v, product, rounding), state.basis.shape[1])
     basis = _orthonormal(ahead) if state.last is None else ahead
     return Subspace(basis, block, state.passes + 1, found)
 
 
 def _ritz(v: Array, product: Array, eigenvalues: Array, rounding: float) -> Ritz:
-    """Return what is known of Ritz vectors V, from X^T X V and all eigenvalues in the span, descending."""
+    """Return the `Ritz` of vectors V, given X^T X V and all eigenvalues in the span, in descending order."""
     squares = np.maximum(np.einsum("ij,ij->j", v, product), 0)
     squares[squares <= max(FLOOR, ROUNDINGS * rounding) ** 2 * squares.max(initial=0)] = 0
     order = np.argsort(-squares, kind="stable")
@@ -159,19 +164,19 @@ def _ritz(v: Array, product: Array, eigenvalues: Array, rounding: float) -> Ritz
     largest = squares.max(initial=0) or 1.0
     difference = product - v * squares
     residuals = np.linalg.norm(difference, axis=0) / largest
-    # What is left of a residual in the span of V is rounding error.
+    # The part of a residual in the span of V is rounding error.
     difference -= v @ (v.T @ difference)
     outside = np.linalg.norm(difference, axis=0) / largest
     known = np.append(np.maximum(np.append(squares, eigenvalues[len(squares) :]), 0) / largest, 0.0)
     apart = np.abs(known[: len(squares), None] - known)
     noise = NOISE * rounding
     gaps = np.where(apart > noise, apart, np.inf).min(axis=1)
-    errors = np.where(outside <= noise, 0.0, outside / gaps)  # NaN stays NaN, which has not converged
+    errors = np.where(outside <= noise, 0.0, outside / gaps)  # NaN stays NaN: it has not converged
     return Ritz(v, np.sqrt(squares), residuals, errors)
 
 
 def completed(vectors: Array, columns: int) -> Array:
-    """Return the first of some orthonormal columns, or further ones too if there are too few."""
+    """Return `columns` orthonormal columns: the first ones of `vectors`, then random ones if needed."""
     if vectors.shape[1] >= columns:
         return vectors[:, :columns]
     more = np.random.default_rng(columns).standard_normal((len(vectors), columns - vectors.shape[1]))
@@ -190,7 +195,8 @@ def _ahead(v: Array, z: Array, rounding: float) -> Array:
     gram = _gram(v, z)
     lengths = np.sqrt(np.maximum(np.diagonal(gram), 0))
     used = lengths > max(FLOOR, ROUNDINGS * rounding) * lengths.max()
-    # Columns of X V have very different lengths. Scaled to length 1, the short ones are as accurate.
+    # Columns of X V have very different lengths. Scaled to length 1, short columns are as accurate as long
+    # ones.
     found, directions = np.linalg.eigh(gram[np.ix_(used, used)] / np.outer(lengths[used], lengths[used]))
     wide = found > MIN_EIGENVALUE
     return _left(z[:, used] @ (directions[:, wide] / np.sqrt(found[wide]) / lengths[used, None]))
@@ -213,7 +219,10 @@ def _left(x: Array) -> Array:
 
 
 def _joined(block: Block, last: Block | None, rounding: float) -> Block:
-    """Return an orthonormal basis of the span of blocks, and its product, without what rounding hides."""
+    """Return an orthonormal basis of the span of both blocks, and its product with X^T X.
+
+    Directions that rounding errors hide are left out.
+    """
     q, z = _normalized(*block, least=0.5)
     if last is None:
         return q, z
@@ -221,20 +230,24 @@ def _joined(block: Block, last: Block | None, rounding: float) -> Block:
     for _ in range(2):  # once is not enough for columns that are nearly in the span
         shares = q.T @ more
         more, product = more - q @ shares, product - z @ shares
-    # The products of what is left are differences, whose rounding errors are divided by the length.
+    # The products of the remaining columns are differences. Scaling columns to length 1 divides the rounding
+    # errors of these products by the length.
     more, product = _normalized(more, product, least=max(MIN_LENGTH * np.sqrt(rounding), MIN_DIFFERENCE))
     more, product = _normalized(more, product, least=0.5)
     return np.hstack([q, more]), np.hstack([z, product])
 
 
 def _normalized(q: Array, z: Array, least: float) -> Block:
-    """Return orthonormal combinations of the columns of Q that are at least `least` long, and those of Z."""
+    """Return orthonormal combinations of the columns of Q, and the same combinations of those of Z.
+
+    Combinations that are shorter than `least`, before they are scaled to length 1, are left out.
+    """
     directions = _directions(q, least)
     return q @ directions, z @ directions
 
 
 def _orthonormal(x: Array) -> Array:
-    """Return orthonormal columns that span the columns of a matrix, and others if it has a lower rank."""
+    """Return orthonormal columns that span those of x, and random ones if x has a lower rank."""
     lengths = np.linalg.norm(x, axis=0)
     found = x[:, lengths > 0] / lengths[lengths > 0]
     for least in (MIN_DIFFERENCE, 0.5):
@@ -243,9 +256,9 @@ def _orthonormal(x: Array) -> Array:
 
 
 def _directions(q: Array, least: float) -> Array:
-    """Return T with orthonormal columns of Q T, which are combinations of length `least` or more.
+    """Return T such that Q T has orthonormal columns. Combinations shorter than `least` are left out.
 
-    A few products and a small decomposition take less time than the decomposition of a tall matrix.
+    Q^T Q and its small decomposition take less time than the decomposition of the tall matrix Q.
     """
     found, directions = np.linalg.eigh(q.T @ q)
     kept = found >= least * least
@@ -262,11 +275,11 @@ def _gram(q: Array, z: Array) -> Array:
 class PcaState:
     """What is known after some passes.
 
-    - `center`: what is subtracted from the columns of X; None until the first pass has computed it. With
-      missing elements, their transform subtracts it.
-    - `folded`: whether it is subtracted from the products. If not, it is subtracted from each element.
-    - `tile`: the tile shape of the first pass, MxNxK. With another one, later passes would round differently.
-    - `exponent`: each element is multiplied by this power of two, unless it is folded.
+    - `center`: what is subtracted from the columns of X; None until the first pass has computed it.
+    - `folded`: whether `center` is subtracted from the products. If not, it is subtracted from each element.
+    - `tile`: the tile shape of the first pass, MxNxK. With another tile, later passes would round
+      differently.
+    - `exponent`: each element is multiplied by 2^exponent, unless `folded` is set.
     """
 
     subspace: Subspace
@@ -279,8 +292,11 @@ class PcaState:
 class PcaPasses:
     """An open X, and the arguments of its products.
 
-    - `matrix`: X as it is stored. `transform`: the whole transform, with the centers.
-    - `columns`: the width of Q. `dtype`: that in which X is multiplied. `scale`: what columns are divided by.
+    - `matrix`: X as it is stored.
+    - `transform`: the whole transform, with the centers.
+    - `columns`: the number of columns of Q.
+    - `dtype`: the dtype in which X is multiplied.
+    - `scale`: the numbers by which the columns of X are divided.
     """
 
     def __init__(
@@ -310,17 +326,17 @@ class PcaPasses:
                 "with means and scales alone: store a transformed copy"
             )
         rows, cols = self.matrix.shape
-        columns = min(columns, max(rows, cols))  # more have no use
+        columns = min(columns, max(rows, cols))  # more columns have no use
         self._width = round_up(columns + 1, WIDTH)
         self.columns = max(1, min(self._width - 1, rows, cols))
         self.scale = np.ones(cols)
         self._means = isinstance(self.transform.center, str)  # whether means are subtracted
         self._fill: Array | None = None  # what missing elements become
-        self._memory = 0  # for passes over X that find statistics
+        self._memory = 0  # bytes that a pass over X for statistics may take
         self.slices = [(0, rows)] if self._devices is None else self._cut()
 
     def _cut(self) -> list[Range]:
-        """Divide the rows of X into slices that consist of whole chunks."""
+        """Return slices of the rows of X that consist of whole chunks."""
         rows, chunk = self.matrix.shape[0], self.matrix.layout.read_chunk[0]
         chunks = ceil_div(rows, chunk)
         count = max(1, min(SLICES, chunks))
@@ -436,7 +452,7 @@ class PcaPasses:
         ], len(places)
 
     def _places(self, *, planning: bool) -> list[dict[str, Any]]:
-        """Return where each session runs, and its memory. The host memory is divided among them.
+        """Return the options of each session: its device and its memory. The sessions share the host memory.
 
         When a run is only planned, no device is opened.
         """
@@ -457,7 +473,7 @@ class PcaPasses:
         return [shared | {"device": number} for number in numbers[:count]]
 
     def _multiplied(self, state: PcaState) -> tuple[Array, Array]:
-        """Return S Q, with further columns of zeros, and the row that is added: -b, and 1 at its end."""
+        """Return S Q with further columns of zeros, and the row to add to X S Q: -b, and 1 at its end."""
         (center, inverse), used = self._folded(state), slice(self.columns)
         factor = np.zeros((len(inverse), self._width), self.dtype)
         factor[:, used] = state.subspace.basis * inverse[:, None]
@@ -466,15 +482,15 @@ class PcaPasses:
         return factor, row
 
     def _corrected(self, state: PcaState, factor: Array, row: Array, product: Array) -> tuple[Array, Block]:
-        """Return the centers, and the block of Q, as it was multiplied, and Xc^T Xc Q."""
+        """Return the centers, and the block: Q as it was multiplied, and Xc^T Xc Q."""
         (center, inverse), used, rows = self._folded(state), slice(self.columns), self.matrix.shape[0]
         sums = product[:, -1]
         found = sums / rows if state.center is None else state.center
         if state.folded:
             center = found
-            sums = rows * center if self._means else sums  # more accurate than the product
+            sums = rows * center if self._means else sums  # more accurate than the sums in the product
         elif self._means and self._fill is None:
-            # Rounding errors of the first pass are left.
+            # Means of centered columns are the rounding errors that the centers have from the first pass.
             found = found + sums / rows * np.ldexp(self.scale, -state.exponent)
         multiplied, offset = factor[:, used].astype(np.float64), row[used].astype(np.float64)
         product = product[:, used] - np.outer(center, sums @ multiplied + rows * offset)
@@ -498,9 +514,9 @@ class PcaPasses:
         return not inside or bool(largest < MARGIN * np.finfo(self.dtype).tiny)
 
     def _exponent(self, state: PcaState) -> tuple[int, Array | None]:
-        """Return the power of two by which the largest element is about 1, and the centers.
+        """Return the exponent e for which 2^e times the largest element is about 1, and the centers.
 
-        It is 0 if all elements are 0, or if some are not finite. The extremes of X take a pass over it.
+        The exponent is 0 if all elements are 0, or if some are not finite. A pass over X finds the extremes.
         """
         found = stats_of(self.matrix, 0, self.transform, self._memory)
         center = found.mean if state.center is None else state.center
@@ -565,7 +581,7 @@ class PcaPasses:
         )
 
 
-# Kinds of steps that a pass folds into Q, or does to elements together with these.
+# Kinds of steps of a transform that a pass can fold into Q, or apply to each element.
 _FOLDED = {"log1p", "impute", "center", "scale"}
 
 
@@ -620,7 +636,8 @@ def save_state(path: Path, identity: Mapping[str, Any], state: PcaState) -> None
 def load_state(path: Path, identity: Mapping[str, Any], *, resume: bool) -> PcaState | None:
     """Return the saved state; None if there is none.
 
-    Raises `InputError` if it shall not be resumed, is that of a run with other arguments, or cannot be read.
+    Raises `InputError` if there is a state and `resume` is not set, or if the state belongs to a run with
+    other arguments, or cannot be read.
     """
     if path.exists() and not resume:
         raise InputError(

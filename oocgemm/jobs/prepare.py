@@ -1,14 +1,13 @@
 """Turn a request into a job: open the operands, check everything, and plan the run. Nothing is written.
 
-`budgets_of` chooses the budgets of the device and the host.
+On cuda, the plan also says which operands the device decodes, whether the device compresses C, and whether
+the device finds the means and scales of a transform in one pass, with the product. That is possible if one
+tile is the whole triangle of a Gram matrix: each panel is then uploaded once, with all rows of X. Otherwise a
+pass over X before the product finds the means and scales (`oocgemm.jobs.stats`).
 
-The caller passes both budgets, or one bound on all host memory, which is divided between them where the host
-computes. By default, a budget is a share of the free memory.
-
-On cuda, that includes which operands the device decodes, whether it compresses C, and whether it finds the
-means and scales of a transform in one pass, with the product. It can do the latter if one tile is the whole
-triangle of a Gram matrix: each panel is then uploaded once, with all rows of X. Otherwise a pass over X
-before the product finds them (`oocgemm.jobs.stats`).
+`budgets_of` chooses the budgets of the device and the host. The caller passes both budgets, or one bound on
+all host memory, which is divided between them where the host computes. By default, a budget is a share of the
+free memory.
 """
 
 from collections import Counter, deque
@@ -112,8 +111,8 @@ _latest: deque[int] = deque(maxlen=16)
 def _steady(size: int) -> int:
     """Return one of the latest default budgets that is at most 4% smaller than `size`, and not larger.
 
-    Without one, round `size` down to 6 significant bits. Free memory differs a little from call to call. If
-    the budgets do not, the later calls find their plans in the cache.
+    If there is none, return `size` rounded down to 6 significant bits. Free memory differs a little from call
+    to call. With equal budgets, later calls find their plans in the cache.
     """
     for latest in tuple(_latest):  # several threads may call this
         if 0.96 * size <= latest <= size:
@@ -134,8 +133,8 @@ def within_budgets(
     """Return the result of `plan`, called with the budgets of a request or with their defaults.
 
     `plan` also takes the share of the usual effort of the search. `free` is as for `budgets_of`; with several
-    devices, what each of them may allocate. Raises `InputError` if budgets exclude each other or are missing,
-    and `BudgetError` if they are too small.
+    devices, it returns how much each of them may allocate. Raises `InputError` if budgets exclude each other
+    or are missing, and `BudgetError` if they are too small.
     """
     if backend == "host" and request.budgets.memory is not None:
         if request.budgets.device_memory is not None:
@@ -164,7 +163,7 @@ def within_budgets(
 def _available(
     sizes: Mapping[str, int], backend: str, free: Callable[[], int], devices: int
 ) -> dict[str, int]:
-    """Return the largest value of each memory option that fits in free memory, beside those in `sizes`."""
+    """Return the largest value of each memory option that fits in free memory beside the given `sizes`."""
     host = available_memory(RECENT)
     if backend != "host":
         return {"device_memory": free(), "host_memory": host, "memory": host}
@@ -221,19 +220,19 @@ def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
 
 
 def codec_of_c(c: Destination, existing: Matrix | None, dtype: str, compressor: str | None) -> str:
-    """Return how a GPU could compress chunks of C, an `existing` one or a new one; "" if it could not."""
+    """Return the codec in which a GPU could compress C, `existing` or new; "" if a GPU cannot."""
     if existing is not None:
         return existing.codec() if isinstance(existing, Coded) else ""
     return compressor or "" if c.has_chunks and dtype != "bfloat16" else ""
 
 
 def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:
-    """Return a plan in which a GPU compresses C, if there is one, or else one in which the host does.
+    """Return a plan in which a GPU compresses C, if there is such a plan; otherwise the host compresses C.
 
     `planned` makes a plan in which the GPU compresses C in a codec if that pays; with "", the host does.
     """
     if codec:
-        with suppress(BudgetError):  # without the memory for this, there may be a plan
+        with suppress(BudgetError):  # a plan without compression on the GPU may fit
             found = planned(codec)
             # A GPU cannot compress chunks of every shape, which may follow from the tile.
             if not found.layouts.codings.c or division_of(found.setting, found.tile) is not None:
@@ -244,7 +243,7 @@ def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:
 def measured(
     request: Request, problem: GemmProblem, x: Matrix, tile: TileShape | None, free: Callable[[], int] | None
 ) -> GemmProblem:
-    """Return the problem, in which the device may find the statistics that the steps of X need.
+    """Return the problem, changed if the device shall find the statistics that the steps of X need.
 
     `x` is op(X) if the problem is a Gram matrix, `tile` the tile that the user chose. `free` returns the free
     device memory in bytes; it is None if that is unknown.
@@ -264,7 +263,7 @@ def measured(
 def _decided(
     request: Request, problem: GemmProblem, tile: TileShape | None, free: Callable[[], int] | None
 ) -> bool:
-    """Tell whether the device finds numbers. `problem` is the product if it does."""
+    """Tell whether the device finds the numbers of the steps. `problem` is the product for that case."""
     if request.planned is not None:
         return request.planned.problem.finds_numbers
     folder = request.c.journal_folder if request.durability.resume else None
@@ -386,7 +385,7 @@ def prepare(
     - `engine`: the backend that the job runs on; None to plan for cuda without a device.
     - `running`: whether the job will run. If not, C may exist, and journals are ignored.
     - `earlier`: the run of which the job computes a part, if another process coordinates it. Tiles outside of
-      the part are among its finished tiles.
+      the part are among the finished tiles of that run.
 
     Raises `InputError` if operands, destination or options cannot be used, and `BudgetError`.
     """
@@ -401,7 +400,7 @@ def prepare(
             check_complete(*(x for x in (a, b, d) if x is not None))
             _warn_of_triangles(*{id(x): x for x in (a, b)}.values())
             request.c.check_place(partial(_bytes_of_c, request, problem))
-        if problem.depth and not problem.finds_numbers:  # else nothing is read, or not before the run
+        if problem.depth and not problem.finds_numbers:  # otherwise nothing is read before the run
             memory, sweep, same = memory_of(request), sweep_of(request, engine), b is a
             a = readable(a, memory, sweep)
             b = a if same else readable(b, memory, sweep)
@@ -441,7 +440,7 @@ def prepare(
 def _output_of_part(
     request: Request, problem: GemmProblem, read: Operands, engine: Backend, earlier: Earlier
 ) -> Output:
-    """Open C, of which this process computes a part for another one (`prepare`), if C is stored.
+    """Return the `Output` of a process that computes a part of C for another one. Open C if it is stored.
 
     Raises `InputError` if the operands, C or the arithmetic differ from those in the header of its journal.
     """
@@ -461,7 +460,7 @@ def _identity(
 
 
 def sweep_of(request: Request, engine: Backend) -> Sweep | None:
-    """Return what makes a pass over an operand on the device; None if the host makes it."""
+    """Return a function that makes a pass over an operand on the device; None if the host makes passes."""
     if engine.name != "cuda":
         return None
     given = request.budgets.device_memory, request.budgets.all_host_memory
@@ -469,7 +468,7 @@ def sweep_of(request: Request, engine: Backend) -> Sweep | None:
 
 
 def _warn_of_triangles(*operands: Matrix) -> None:
-    """Warn of operands of which only a triangle is stored, as `gram` marks them."""
+    """Warn of each operand that is marked as a result of `gram` with only one triangle."""
     for x in operands:
         if (uplo := x.describe().get("uplo")) in ("lower", "upper"):
             warn_of_data(
@@ -479,7 +478,7 @@ def _warn_of_triangles(*operands: Matrix) -> None:
 
 
 def _bytes_of_c(request: Request, problem: GemmProblem) -> int:
-    """Return how many bytes a new C takes on its disk at least."""
+    """Return the minimum number of bytes that a new C takes on its disk."""
     if request.compressor not in (None, "none"):
         return 0
     m, n, itemsize = problem.m, problem.n, problem.itemsizes["C"]
@@ -494,7 +493,7 @@ def _bytes_of_c(request: Request, problem: GemmProblem) -> int:
 def _find_output(
     request: Request, problem: GemmProblem, read: Operands, tile: TileShape | None, engine: Backend
 ) -> Output:
-    """Open C if it exists, and find the journal of an earlier run there.
+    """Return the `Output` of a run: C, opened if it exists, and the journal of an earlier run there.
 
     Raises `InputError` if C may not be written, or if the run to resume computes something else.
     """
@@ -524,7 +523,7 @@ def _find_output(
 def _existing(
     c: Destination, problem: GemmProblem, earlier: Earlier | None, *, overwrite: bool
 ) -> Matrix | None:
-    """Open C if it exists. Raises `InputError` if the product cannot be stored there."""
+    """Open C; return None if it must be created. Raises `InputError` if C cannot store the product."""
     if earlier is not None and earlier.recreates:
         c.check_new(problem)
         return None
@@ -556,7 +555,7 @@ def _existing(
 
 
 def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
-    """Return the chunks and compressor of a C that is created again, since no tile of it can be kept."""
+    """Return the earlier run's chunks and compressor, for a C that must be created again."""
     if c.kind is PlaceKind.LOCAL and not c.has_chunks:
         return None, None
     rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
@@ -587,7 +586,7 @@ def _plan(
     tile: TileShape | None,
     engine: Backend | None,
 ) -> Plan:
-    """Return the plan of the earlier run, or that in the request, or plan the product within the budgets."""
+    """Return the plan of the earlier run, or that in the request, or else a new plan within the budgets."""
     (a, b, d), existing, c = read, output.matrix, request.c
     backend, devices = "cuda" if engine is None else engine.name, _count(request, engine)
     device = None if engine is None else backends.identity(engine)
@@ -607,7 +606,8 @@ def _plan(
     of_c = of_c.changed(
         writing=replace(of_c.writing, existing=not created),
         in_place=in_c and not (problem.finishes or problem.b.shares),
-        # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
+        # Strips that are transposed pass through the ring. So do strips of C if
+        # strips of D are loaded.
         pinned=pinned and not (problem.cover.mirrored or problem.sink.merges),
     )
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
@@ -666,6 +666,6 @@ def _count(request: Request, engine: Backend | None) -> int:
 
 
 def _sessions(request: Request, engine: Backend | None) -> int:
-    """Return how many sessions of a run share one GPU: more than 1 if a number is given several times."""
+    """Return how many sessions of a run share one GPU: more than 1 if a device is given several times."""
     numbers = engine.numbers if isinstance(engine, backends.Devices) else request.where.devices
     return max(Counter(numbers).values()) if isinstance(numbers, tuple) else 1

@@ -35,9 +35,9 @@ from oocgemm.stores.base import Folder
 from oocgemm.stores.transform import Transform
 from oocgemm.system import cache
 
-# Each request in flight has a thread.
+# Maximum number of requests in flight. Each request has a thread.
 MAX_REQUESTS = 1024
-# A new C of at least this many chunks gets a warning if each has fewer bytes than SMALL_CHUNK.
+# The user is warned if a new C has at least MANY_FILES chunks of fewer than SMALL_CHUNK bytes each.
 MANY_FILES, SMALL_CHUNK = 2000, 64 << 10
 
 
@@ -101,8 +101,7 @@ class Destination:
     def check_place(self, wanted: Callable[[], int]) -> None:
         """Raise `InputError` if a new local C cannot be created, or if its disk has too few free bytes.
 
-        `wanted` returns how many it needs at least. Whether an existing C can be written is found when it is
-        opened.
+        `wanted` returns the minimum number of bytes that C needs. An existing C is checked when it is opened.
         """
         if self.kind is PlaceKind.LOCAL and not self.exists():
             stores.check_new("C", self.path, wanted())
@@ -133,9 +132,9 @@ class Destination:
                 )
 
     def file_systems(self) -> set[str]:
-        """Return the id of the file system that stores a new C; nothing for memory and object stores.
+        """Return a set with the id of the file system of a new C; empty for memory and object stores.
 
-        For a URL of zarr, the id is "elsewhere". An object store has rates of its own.
+        For a URL of zarr, the id is "elsewhere". Object stores have rates of their own.
         """
         if not self.path:
             return set()
@@ -154,11 +153,11 @@ class Destination:
 class Into:
     """What becomes of C. The class attributes and properties are those of a product that is stored as it is.
 
-    - `feature`: what not every executor has (`support.HOLES`); "" for nothing.
-    - `stores_c`: whether C is stored. What is made of it otherwise is kept in memory.
+    - `feature`: the feature that it uses and not every executor has (`support.HOLES`); "" for none.
+    - `stores_c`: whether C is stored. If not, the result that is made from C is kept in memory.
     - `sliced`: whether C may be a sum of products over slices of k.
-    - `sampled`: whether samples of the result are checked, even if checksums are all that C needs.
-    - `in_place`: whether C may be multiplied where it is stored.
+    - `sampled`: whether samples of the result are checked even if checksums cover C.
+    - `in_place`: whether the product may be computed in place, in the memory of C.
     - `refuses_missing`: whether missing genotypes of .bed files are errors, if nothing replaces them.
     """
 
@@ -176,7 +175,7 @@ class Into:
 
     @property
     def uplo(self) -> str:
-        """The triangle of a Gram matrix that is stored, or "full"; "" if C is none."""
+        """The triangle of a Gram matrix that is stored, or "full"; "" if C is not a Gram matrix."""
         return ""
 
     @property
@@ -205,7 +204,7 @@ class AsIs(Into):
 class Selection(Into):
     """Which elements of a product are kept.
 
-    - `topk`: the number of the largest ones that are kept of each row; 0 if `threshold` decides.
+    - `topk`: how many of the largest elements of each row are kept; 0 if `threshold` decides.
     - `absolute`: whether magnitudes are compared with the threshold.
     - `cosine`: whether the product is that of the rows of E divided by their norms.
     - `excludes_self`: whether elements on the diagonal are left out.
@@ -226,7 +225,7 @@ class Selection(Into):
     def margin(self, problem: GemmProblem) -> float:
         """Return by how much computed cosines may differ from exact ones; 0 if scores are no cosines.
 
-        Whether those so near to `threshold` reach it is decided after the run (`oocgemm.jobs.verify`).
+        After the run, `oocgemm.jobs.verify` decides whether cosines this near to `threshold` reach it.
         """
         last = problem.epilogue[-1].kind if problem.epilogue else ""
         if not (self.cosine or last == "correlation"):
@@ -238,7 +237,7 @@ class Selection(Into):
         return (2 * sqrt(problem.k) + 4) * eps + 2 * OPERANDS[problem.compute]
 
     def least(self, problem: GemmProblem) -> float:
-        """Return the least score that a run keeps."""
+        """Return the smallest score that a run keeps."""
         return self.threshold - self.margin(problem)
 
     def rule(self, problem: GemmProblem, scales: Array | None) -> Rule | None:
@@ -253,8 +252,9 @@ class Chain(Into):
     """The two products ``X^T (X Q + 1 row)`` that are computed by one read of X (`planning.problem.Updated`).
 
     - `columns`: the number of columns of Q.
-    - `row`: added to each row of X Q. It may be longer than a row of Q: the result has further columns then.
-    - `factor`: its first `columns` columns are Q. It is as wide as `row`. None if the products are only
+    - `row`: the row that is added to each row of X Q. If it is longer than a row of Q, the result has further
+      columns.
+    - `factor`: an array as wide as `row`, whose first `columns` columns are Q. None if the products are only
       planned.
     - `resident_bytes`: host memory that the caller needs during the run.
     - `rows`: the rows of X that are multiplied, which begin at a border of chunks; None for all.
@@ -284,7 +284,7 @@ class Reduction(Into):
     - `kind`: one of `oocgemm.planning.sinks.REDUCTIONS`; "" for the product with V.
     - `factor`: V, in the accumulator's dtype. It has a row for each column of C.
     - `width`: if it is not None, op(B) is the transpose of op(A), and only the elements within this distance
-      of the diagonal are reduced. The epilogue makes others 0.
+      of the diagonal are reduced. The epilogue sets the others to 0.
     """
 
     stores_c: ClassVar[bool] = False
@@ -299,7 +299,8 @@ class Reduction(Into):
 class Known:
     """X is replaced by a matrix with 1 where a genotype is known, and 0 elsewhere (`KnownMatrix`).
 
-    `code` is that of missing genotypes; None if there are none. Variants that are not `used` have zeros.
+    `code` stands for missing genotypes; None if there are none. All elements of variants that are not `used`
+    are 0.
     """
 
     code: float | None
@@ -308,7 +309,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Gram(Into):
-    """C is the product of op(X) and its conjugate transpose, of which a triangle is stored, or "full"."""
+    """C is the product of op(X) and its conjugate transpose. `uplo` is the stored triangle, or "full"."""
 
     uplo: str = "full"
 
@@ -323,13 +324,14 @@ class Source:
     """An operand of a call.
 
     - `given`: what the caller passed, with paths and URLs as text.
-    - `op`: what is multiplied: the matrix, its transpose or its conjugate transpose.
-    - `transform`: of its elements. For X of a `Chain`, it has one center and one scale per column of X.
+    - `op`: whether the matrix, its transpose or its conjugate transpose is multiplied.
+    - `transform`: the transform of the elements. For X of a `Chain`, it has one center and one scale per
+      column of X.
     - `impute`: whether missing genotypes in a .bed file are replaced by means.
-    - `standardize`: "center" or "scale" for rows of op(A) that are standardized; "" for others.
-    - `constant`: what becomes of scaled rows of equal elements.
+    - `standardize`: how rows of op(A) are standardized: "center" or "scale"; "" if they are not.
+    - `constant`: if rows are scaled, what happens to rows of equal elements.
     - `kept`: the numbers of the rows that are used; None for all.
-    - `known`: if it is set, the product is that of the genotypes that are known.
+    - `known`: if it is set, X is replaced by 1 for known genotypes and 0 elsewhere (`Known`).
     """
 
     given: Any
@@ -362,7 +364,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Where:
-    """What computes. `devices` are the numbers of several devices; None if `device` is the only one."""
+    """Where the product is computed. `devices` are several device numbers; None for `device` alone."""
 
     backend: str = "auto"
     kernel: str = "auto"
@@ -402,10 +404,10 @@ class Durability:
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options, and `with_options` takes their names.
 
-    - `a`, `b`: the operands. B is the same one as A in a Gram matrix, and may be if C is not stored.
+    - `a`, `b`: the operands. In a Gram matrix, B is the same operand as A. It also may be if C is not stored.
     - `into`: what becomes of C. `epilogue` changes C before that.
-    - `decode`: if not, stored numbers are taken as they are, whatever an operand declares.
-    - `planned`: the plan to run. Without one, the run is planned when it starts.
+    - `decode`: if False, stored numbers are taken as they are, whatever an operand declares.
+    - `planned`: the plan to run. If it is None, the run is planned when it starts.
     - `slicing`: the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.part`).
     """
 
@@ -475,7 +477,7 @@ class Request:
         return replace(self, a=replace(self.a, **changes), b=replace(self.b, **changes))
 
 
-# For each option that is part of a field: the field of `Request`, and the name there.
+# For each option that is kept inside a field of `Request`: the name of this field, and the name inside it.
 PLACES = {
     part.name: (name, part.name)
     for name, kind in (("budgets", Memory), ("where", Where), ("durability", Durability))
@@ -518,7 +520,7 @@ def _uplo_begun(c: Destination) -> str:
 
 
 def unknown_devices() -> InputError:
-    """Return the error for a plan of all devices, of which none is opened."""
+    """Return the error for planning on all devices: planning opens no device to count them."""
     return InputError(
         "planning for cuda opens no device, so it is unknown how many there are: pass their numbers, such as "
         "devices=[0, 1] (--devices 0,1)"
@@ -526,7 +528,7 @@ def unknown_devices() -> InputError:
 
 
 def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | None:
-    """Return the numbers of the devices in an option: "all", text such as "0,1", or a sequence of numbers."""
+    """Return the numbers in the option `devices`: "all", text such as "0,1", or a sequence of numbers."""
     if devices is None or devices == "all":
         return None if devices is None else "all"
     parts = devices.split(",") if isinstance(devices, str) else list(map(str, devices))
@@ -536,7 +538,9 @@ def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | No
 
 
 def requests_of(given: Requests | None) -> dict[str, int]:
-    """Return the numbers of requests in flight in an option, by operand. Raises `InputError` for a wrong one.
+    """Parse the option `requests`: return the number of requests in flight, by operand.
+
+    Raises `InputError` for a wrong value.
 
     >>> requests_of("A=128,B=16"), requests_of(64), requests_of(None)
     ({'A': 128, 'B': 16}, {'A': 64, 'B': 64, 'C': 64}, {})

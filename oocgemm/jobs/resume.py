@@ -1,7 +1,7 @@
 """Find what an earlier run left at C, and check that a new run may resume it.
 
-A tile is recognized by the fingerprint of its files, which `Committer` records, in a background thread, when
-it makes finished tiles durable. Nothing else here writes.
+`Committer` makes finished tiles durable in a background thread, and records the fingerprints of their files.
+A later run recognizes finished tiles by these fingerprints. No other code of this module writes.
 """
 
 import threading
@@ -32,7 +32,7 @@ from oocgemm.system.threads import start
 
 MAX_NAMED = 8  # maximum number of tiles that an error message lists
 
-# What the identity of a general product says about `GemmProblem.gram`.
+# The entry "gram" in the identity of a product that is not a Gram matrix.
 NOT_GRAM = "no"
 
 
@@ -54,7 +54,7 @@ class TileQueue(ABC):
 
     @abstractmethod
     def commit(self, tiles: Mapping[Tile, Sequence[Block]]) -> None:
-        """Make tiles, given with their blocks of C, durable, record that, and increase `recorded`."""
+        """Make tiles durable, record this, and increase `recorded`. `tiles` has the blocks of each tile."""
 
     def finished(self, tile: Tile, blocks: Sequence[Block]) -> None:
         """Queue a tile that is written to blocks of C, but not durable.
@@ -66,13 +66,13 @@ class TileQueue(ABC):
         self._queue.put((tile, blocks))
 
     def close(self) -> None:
-        """Wait until all queued tiles are recorded. Raises `ExecutionError` if one failed."""
+        """Wait until all queued tiles are recorded. Raises `ExecutionError` if a tile failed."""
         self.stop()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Wait until all queued tiles are recorded, or one has failed. Raises nothing."""
+        """Wait until all queued tiles are recorded, or a tile has failed. Raises nothing."""
         self._queue.put(None)
         self._thread.join()
 
@@ -199,7 +199,8 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
     Raises `InputError` in these cases:
 
     - Another run is writing to C.
-    - An earlier run to C is unfinished, and `resume` is not set. If beta = 0, `overwrite` permits this.
+    - An earlier run that wrote C is unfinished, and `resume` is not set. If beta = 0, `overwrite` permits
+      this.
     - `resume` is set, but C can have no journal.
     - `resume` is set, and C exists without a journal. With `overwrite` or beta != 0, this is permitted.
     - An unfinished C has lost its journal. If beta = 0, `overwrite` permits this.
@@ -282,7 +283,7 @@ def check_complete(*operands: Matrix) -> None:
     for operand in operands:
         described = operand.describe()
         complete = not described.get("unfinished", False)
-        if described["store"] == "npy":  # it has no mark of unfinished runs, only a journal
+        if described["store"] == "npy":  # a .npy file has no mark, only a journal
             folder = stores.sidecar(described["path"])
             record = read(folder) if folder is not None else None
             complete = record is None or record.complete is not None
@@ -295,8 +296,8 @@ def check_complete(*operands: Matrix) -> None:
 def recorded_uplo(c: Matrix) -> str:
     """Return which triangle of a Gram matrix is stored, if the run that stored it has recorded that.
 
-    Return "lower", "upper" or "full", or "" without a record. A zarr array has an attribute, and a .npy file
-    the journal of its run, which is ignored if the file has changed since.
+    Return "lower", "upper" or "full", or "" without a record. The record of a zarr array is an attribute.
+    That of a .npy file is the journal of its run, which is ignored if the file has changed since.
     """
     described = c.describe()
     uplo = described.get("uplo")
@@ -309,7 +310,7 @@ def recorded_uplo(c: Matrix) -> str:
 
 
 def check_uplo(c: Matrix, problem: GemmProblem) -> None:
-    """Raise `InputError` if a run needs old elements of C, and C stores only the other triangle of them."""
+    """Raise `InputError` if a run needs old elements of C, but C stores only the other triangle."""
     uplo = recorded_uplo(c)
     needed = "upper" if problem.cover.upper else "lower"
     if uplo in ("lower", "upper") and uplo != (needed if problem.cover.halves else ""):

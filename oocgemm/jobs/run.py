@@ -3,8 +3,8 @@
 *Recent preparations.* For a small product on a GPU, opening and planning everything would take longer than
 the product. If A, B and C are arrays in memory, what `prepare` returns depends on their shapes, strides and
 dtypes, on which of them are pinned, on the options, and on what changes slowly: the free memory, and the
-files with the rates of the machine. So a preparation is used again for a product like a recent one, for at
-most `RECENT` seconds.
+files with the rates of the machine. So the preparation of a product is reused for later products
+like it, for at most `RECENT` seconds.
 """
 
 import gc
@@ -191,7 +191,7 @@ class Pairs:
 
 
 def _kept(run: Result) -> dict[str, NDArray[np.int64]]:
-    """Return the numbers of the rows that are numbered in a result, if rows were left out."""
+    """Return the array of the numbers of the kept rows, by its name; no array if no rows were left out."""
     return {} if run.kept is None else {"kept": run.kept}
 
 
@@ -286,7 +286,8 @@ class Plan(planning.Plan):
             yield f"note: {self.note}"
 
 
-# For how many seconds a preparation is used, and for how many products one is kept.
+# For how many seconds a preparation may be reused, and the maximum number of products whose preparations are
+# kept.
 RECENT, MAX_KEPT = 0.5, 16
 
 _NOT_OPTIONS = ("a", "b", "c", "progress", "timeline")
@@ -302,7 +303,7 @@ logger = logging.getLogger("oocgemm")
 
 @dataclass(frozen=True)
 class Recent:
-    """What was prepared at the time `at`. Its matrices have no arrays: it keeps none alive."""
+    """What was prepared at the time `at`. Its matrices refer to no arrays, so that arrays can be freed."""
 
     at: float
     engine: Backend
@@ -312,7 +313,7 @@ class Recent:
     c: Matrix | None
 
     def job(self, request: Request) -> PreparedRun | None:
-        """Return the job of a request for which this was found; None if it must be prepared anew."""
+        """Return the job of a request like the one prepared; None if the request must be prepared anew."""
         given, layouts = request.c.array, self.plan.layouts
         first, second = request.a.given, request.b.given
         if self.c is not None and any(stores.overlap(given, x) for x in (first, second)):
@@ -331,14 +332,14 @@ _recent: dict[object, Recent] = {}
 
 
 def find(request: Request) -> Recent | None:
-    """Return what was prepared recently for a request like this one; None if nothing was."""
+    """Return the recent preparation of a request like this one; None if there is none."""
     key = _key(request)
     found = None if key is None else _recent.get(key)
     return None if found is None or monotonic() - found.at > RECENT else found
 
 
 def remember(job: PreparedRun, engine: Backend) -> None:
-    """Keep what was prepared for later products like this one, unless they must be prepared anew."""
+    """Keep the preparation of a job for later products like it, unless these must be prepared anew."""
     request, a, b, c = job.request, job.a, job.b, job.output.matrix
     if any(x is not None and stores.in_memory(x) is None for x in (a, b, c)):
         return
@@ -358,7 +359,7 @@ def forget() -> None:
 
 
 def _key(request: Request) -> object:
-    """Return what a preparation depends on, besides pinning and what changes slowly; None if on more."""
+    """Return the options and array layouts on which a preparation depends; None if it depends on more."""
     arrays = request.a.given, request.b.given, request.c.array
     if request.c.path or not all(x is None or is_plain(x) for x in arrays):
         return None
@@ -371,7 +372,7 @@ def _key(request: Request) -> object:
 
 
 def _form(x: Any) -> object:
-    """Return what the layout of an array depends on."""
+    """Return the properties on which the layout of an array depends."""
     if x is None:
         return None
     return x.shape, x.strides, x.dtype, x.flags.num, x.ctypes.data % (x.itemsize or 1)
@@ -484,7 +485,7 @@ class PreparedJob:
                 if last:
                     raise
                 logger.info("planning again: %s", error)
-                available_memory()  # the recent answer was too high
+                available_memory()  # measured again: the recent value was too high
                 forget()
                 job = self._prepare()
         return job, None
@@ -535,8 +536,8 @@ def _log_plan(plan: planning.Plan) -> None:
 def _clear_frames(failure: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables in the stack frames of an exception, its causes and its contexts.
 
-    They refer to the buffers of the run, which would stay allocated as long as the exception exists. The
-    exception that the caller was handling when the run began is left as it is.
+    These variables refer to the buffers of the run, which would stay allocated as long as the exception
+    exists. The exception that the caller was handling when the run began is left as it is.
     """
     left, seen = [failure], {id(handled)}
     while left:
@@ -606,7 +607,7 @@ def run_request(request: Request) -> Result:
 
 
 def run_side_by_side(requests: Sequence[Request], lanes: int, take: Callable[[Result], None]) -> None:
-    """Run requests that need no others, `lanes` of them at the same time.
+    """Run requests that do not depend on each other, `lanes` of them at the same time.
 
     Request number p runs in lane p modulo `lanes`. `take` is called with the results, in the order of the
     requests. The first failure stops all of them, and is raised.

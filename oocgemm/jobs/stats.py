@@ -78,10 +78,10 @@ from oocgemm.system.resources import available_memory
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Results of passes by keys, which say what was found of which matrix.
+# Results of passes over matrices. A key names the result and the matrix.
 Findings = dict[str, Any]
 
-# Arguments that say how a pass is made. The results are the same without them.
+# Names of arguments that say how a pass is made. The results do not depend on these arguments.
 _MEANS = "memory", "sweep"
 
 _kept: ContextVar[Findings | None] = ContextVar("findings", default=None)
@@ -93,12 +93,12 @@ _LOW = np.uint64(0x5555_5555_5555_5555)
 
 # Number of results that the cache keeps, and the version of their format and of their arithmetic.
 MAX_CACHED, VERSION = 32, 1
-# Smaller matrices, in bytes, are read on the host: to open a device takes longer. Blocks of others have about
-# this many bytes.
+# The host makes passes over matrices of fewer than MIN_SWEPT bytes: opening a device would take longer. A
+# device reads larger matrices in blocks of about SWEPT_BLOCK bytes.
 MIN_SWEPT, SWEPT_BLOCK = 4 << 20, 16 << 20
-# Inner products of rows of such norms neither overflow in float32 nor lose digits by underflow.
+# Inner products of rows with norms in this range neither overflow in float32 nor lose digits by underflow.
 MIN_NORM, MAX_NORM = 2.0**-40, 2.0**60
-# Smallest sum of squares, except 0, that is as exact as float64 is.
+# Smallest sum of squares, except 0, that loses no digits by underflow in float64.
 MIN_SQUARES = 2.0**-968
 
 logger = logging.getLogger("oocgemm")
@@ -106,7 +106,7 @@ logger = logging.getLogger("oocgemm")
 
 @contextmanager
 def keeping(findings: Findings) -> Iterator[None]:
-    """Keep the results of passes in `findings` inside the context. No pass whose result is there is made."""
+    """Keep the results of passes in `findings` inside the context, and do not repeat passes found there."""
     token = _kept.set(findings)
     try:
         yield
@@ -115,7 +115,7 @@ def keeping(findings: Findings) -> Iterator[None]:
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that makes a pass over a matrix: a second call with equal arguments makes none.
+    """Decorate a function that makes a pass over a matrix, so that equal calls make only one pass.
 
     The results must not depend on the arguments in `_MEANS`. They are kept inside the context of `keeping`.
     """
@@ -139,7 +139,7 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _shown(value: Any) -> str:
-    """Return a text that tells the values of an argument apart."""
+    """Return a text for the value of an argument. Different values have different texts."""
     if isinstance(value, np.ndarray):
         return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
     if hasattr(value, "layout"):
@@ -175,7 +175,7 @@ def genotype_counts(matrix: Genotypes, memory: int) -> Array:
 
 
 def _counted(raw: Array) -> Array:
-    """Count genotypes in rows of bytes. The count of genotype 2, which has no bits, is left at 0."""
+    """Return counts of genotypes in rows of bytes. The count of genotype 2, which has no bits, stays 0."""
     counts = np.zeros((len(raw), 4), np.int64)
     width = -(-raw.shape[1] // 8) * 8
     height = max(1, _SLAB // width)
@@ -196,13 +196,13 @@ def _counted(raw: Array) -> Array:
 
 
 def _bits(words: Array) -> Array:
-    """Count the bits in each row. A block has so few that uint32 holds them, and it is fast."""
+    """Return the number of set bits in each row. The sums fit in uint32, which is faster than int64."""
     return np.asarray(np.bitwise_count(words).sum(1, dtype=np.uint32)).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """Statistics per column or per row of an array, each an array with one number for each of them.
+    """Statistics per column or per row of an array. Each is an array with one number per column or row.
 
     Attributes:
         count: number of elements that are not missing.
@@ -242,9 +242,9 @@ def stats(
         x: a two-dimensional operand as for `gemm`; also int32 or int64. Not complex.
         axis: the axis that is reduced, as in NumPy: 0 (default) for one number per column, which
             ``gram(x)`` needs, or 1 for one number per row.
-        missing: code of missing elements, such as -1 or NaN, which are left out. By default that of missing
-            genotypes for a .bed file, and none for other operands.
-        log1p: of log(1 + x) in place of x.
+        missing: code of missing elements, such as -1 or NaN, which are left out. By default the code of
+            missing genotypes for a .bed file, and none for other operands.
+        log1p: whether to compute statistics of log(1 + x) in place of x.
         decode: as for `gemm`.
         host_memory: upper bound on memory, in bytes or as "2GiB"; half of the available RAM by default. The
             result is not counted, 48 bytes per column or row.
@@ -274,7 +274,7 @@ def stats(
     return stats_of(matrix, axis ^ op.swaps, transform, memory)
 
 
-# A pass over a matrix on a device, which reduces an axis: `swept` with its first arguments.
+# A function that makes a pass over a matrix on a device, along an axis: `swept` with its first two arguments.
 Sweep = Callable[[Matrix, int, float | None, bool], Stats | None]
 
 
@@ -290,8 +290,8 @@ def stats_of(
 ) -> Stats:
     """Return the statistics of an open matrix along `axis`, from the cache or by a pass in `memory` bytes.
 
-    Of `transform`, only the code of missing elements and `log1p` matter. Without `extremes`, `min` and `max`
-    are found only if the statistics are cached. With `sweep`, the pass is one on a device, if it can be.
+    Only the code of missing elements and `log1p` of `transform` matter. Without `extremes`, `min` and `max`
+    are found only if the statistics can be cached. With `sweep`, a device makes the pass if it can.
     """
     code = transform.code(matrix.name, matrix.dtype)
     place = _place(matrix, axis, code, transform.log1p)
@@ -324,7 +324,7 @@ def _computed(
 def swept(
     engine: Backend, budgets: Budgets, matrix: Matrix, axis: int, code: float | None, log1p: bool
 ) -> Stats | None:
-    """Return statistics that the device of a backend finds; None if the host shall find them.
+    """Return the statistics of a matrix from a pass on a device; None if the host must make the pass.
 
     The blocks that the device reads, and so the bits of the result, depend on the matrix alone.
     """
@@ -411,9 +411,9 @@ def _save(place: Path, found: Stats) -> None:
 def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bool = False) -> Array:
     """Return 1 / norm of each row of op(matrix), or of each column if it is the `right` operand.
 
-    That of a zero row is 0, so that its cosines are 0, as those of scikit-learn. Squares are added up in
+    The result is 0 for a zero row, so that its cosines are 0, as in scikit-learn. Squares are added up in
     float64, in an order that depends on the matrix alone. Raises `InputError` if a row has elements that are
-    Inf or NaN, which `remedy` ends, or is so small that its square underflows.
+    Inf or NaN, or so small that their squares underflow. `remedy` is the end of the message.
     """
     line = "column" if right else "row"
     sizes = squares(matrix, int(op.swaps == right), memory)
@@ -435,7 +435,10 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bo
 
 
 def check_range(problem: GemmProblem, rows: Array, cols: Array) -> None:
-    """Raise `InputError` if products of rows of these inverse norms may leave the range of their sums."""
+    """Raise `InputError` if inner products may leave the range of the dtype in which they are summed.
+
+    `rows` and `cols` are the inverse norms of the rows of op(A) and the columns of op(B).
+    """
     name = problem.acc_dtype
     found = [np.sort(1 / x[x > 0]) for x in (rows, cols)]
     if not name.startswith("float") or not all(x.size for x in found):
@@ -455,7 +458,7 @@ def check_range(problem: GemmProblem, rows: Array, cols: Array) -> None:
 
 
 def factors(matrix: Matrix) -> Array:
-    """Return 1 for each line of a `standardized` matrix, or NaN for a line of equal elements."""
+    """Return a number for each line of a `standardized` matrix: NaN if all its elements are equal, else 1."""
     chain = chain_of(matrix)
     inverse = None if chain is None else chain.number("scale")
     assert inverse is not None, "lines are not scaled"
@@ -478,9 +481,10 @@ def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix,
 
 
 def identities(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
-    """Return a number for each row of op(A) and each column of op(B). Those of equal ones are equal.
+    """Return a number for each row of op(A) and each column of op(B). Equal vectors have equal numbers.
 
-    They are equal if hashes of 64 bits are, so that others have the same number with a probability of 2^-64.
+    The numbers stand for hashes of 64 bits. So two different vectors have the same number with a probability
+    of 2^-64.
     """
     rows = _hashes(a, int(not problem.trans_a.swaps), memory)
     cols = rows if b is a else _hashes(b, int(problem.trans_b.swaps), memory)
@@ -496,10 +500,11 @@ def _summed(
     dtype: type = np.float64,
     scratch: int = SLAB * 10,
 ) -> Array:
-    """Return the sums along an axis of what `of_slab` finds for its indices, by a pass over a matrix.
+    """Make a pass over a matrix, and return the sums of the results of `of_slab` along an axis.
 
     `of_slab` is called with the rows and columns of a slab, and its elements in float64, which it may change.
-    It must not use a BLAS, whose result may depend on the number of threads. It takes `scratch` bytes.
+    It must not use a BLAS, whose result may depend on the number of threads. It needs `scratch`
+    bytes of memory.
     """
 
     def of_block(rows: Range, cols: Range, raw: Array) -> Array:
@@ -537,10 +542,10 @@ def squares(matrix: Matrix, axis: int, memory: int) -> Array:
 
 @once
 def _hashes(matrix: Matrix, axis: int, memory: int) -> Array:
-    """Return a hash of the elements along an axis of a matrix, by a pass over it.
+    """Return hashes of the rows or columns along an axis of a matrix, by a pass over it.
 
-    It is a sum of hashes of the elements and their indices, by the finalizer of SplitMix64 (Steele et al.,
-    2014), so that it does not depend on blocks.
+    A hash is the sum of the hashes of the elements with their indices, by the finalizer of SplitMix64 (Steele
+    et al., 2014). So it does not depend on how blocks are cut.
     """
 
     def of_slab(rows: Range, cols: Range, x: Array) -> Array:
@@ -574,7 +579,7 @@ def largest(matrix: Matrix, axis: int, memory: int) -> Array:
 def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Correction:
     """Return (rows, cols) if C is corrected: rows[i] + cols[j] is subtracted from it; otherwise None.
 
-    None also if the device finds them. Passes over A and B, which can be read, take up to `memory` bytes.
+    Also return None if the device finds these numbers. Passes over A and B take up to `memory` bytes.
     """
     if not problem.is_corrected or not problem.depth or problem.finds_numbers:
         return None
@@ -597,7 +602,7 @@ def _centers(matrix: Matrix) -> Array | None:
 
 @once
 def _product(matrix: Matrix, k_axis: int, vector: Array, memory: int) -> Array:
-    """Return the products of a vector and rows (`k_axis` 1) or columns (0) of a matrix, 0 where missing."""
+    """Return inner products of a vector with rows (`k_axis` 1) or columns (0). A missing element is 0."""
     chain = chain_of(matrix)
     stored, code = (matrix, None) if chain is None else (chain.source, missing_code(chain.steps))
 
@@ -613,7 +618,10 @@ def _product(matrix: Matrix, k_axis: int, vector: Array, memory: int) -> Array:
 def epilogue_numbers(
     problem: GemmProblem, given: Epilogue, a: Matrix, b: Matrix, memory: int
 ) -> tuple[LineNumbers, ...]:
-    """Return the numbers of each step. Norms take passes over the operands, in `memory` bytes."""
+    """Return the numbers of rows and columns that each step needs.
+
+    Norms take passes over the operands, in `memory` bytes.
+    """
     found = list[LineNumbers]()
     for step in given:
         match step:

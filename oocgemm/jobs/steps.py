@@ -78,15 +78,15 @@ class Correlation:
     """Divide element (i, j) of C by the norms of row i of op(A) and column j of op(B).
 
     This gives cosines, or the correlations of rows whose mean is 0. The result is clipped to [-1, 1], because
-    rounding could make it larger. NaN stays NaN. A zero row has the cosine 0. It must be the first step, with
-    alpha = 1 and beta = 0.
+    rounding could make its magnitude larger. NaN stays NaN. A zero row has the cosine 0. `Correlation` must
+    be the first step, with alpha = 1 and beta = 0.
     """
 
 
 class Coefficients(Correlation):
     """The `Correlation` of rows that are standardized before they are multiplied.
 
-    Their norms are 1. Rows of equal elements have NaN.
+    The norms of these rows are 1. Correlations with a row of equal elements are NaN.
     """
 
 
@@ -116,7 +116,7 @@ class Squared:
 
 @dataclass(frozen=True)
 class Within:
-    """Replace the elements (i, j) of C by 0 that are further than `window` from the diagonal."""
+    """Replace elements of C that are further than `window` from the diagonal by 0."""
 
     window: int
 
@@ -141,7 +141,8 @@ Epilogue = Sequence[AnyStep]
 def steps_of(given: Epilogue | None) -> tuple[AnyStep, ...]:
     """Return the steps that a caller passed. Raises `InputError` for a step that is not in a sequence.
 
-    A `Cast` alone gets a step before it, since only the kernel of a chain casts to any dtype.
+    If a `Cast` is the only step, a `Scale` by 1 is put before it: only the kernel of a chain of steps casts
+    to any dtype.
     """
     if given is not None and not isinstance(given, Iterable):
         raise InputError(
@@ -154,8 +155,8 @@ def steps_of(given: Epilogue | None) -> tuple[AnyStep, ...]:
 def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> GemmProblem:
     """Return the problem with an epilogue. Raises `InputError` if a step cannot be applied to C.
 
-    If `casts`, C's dtype is still to be chosen. Then it is that of the last `Cast`, if there is one, and
-    float64 for int8 operands.
+    C gets the dtype of the `Cast` at the end. Without a `Cast`, C of int8 operands becomes float64 if
+    `casts`, which tells that the caller has chosen no dtype.
     """
     if not given:
         return problem
@@ -178,7 +179,7 @@ def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> Gemm
 
 
 def _check(problem: GemmProblem, given: Epilogue) -> None:
-    """Raise `InputError` if no epilogue is possible, or not this one."""
+    """Raise `InputError` if the product can have no epilogue, or not this epilogue."""
     wrong = next((x for x in given if not isinstance(x, AnyStep)), None)
     if wrong is not None:
         names = ", ".join(kind.__name__ for kind in EpilogueStep.__args__)
@@ -224,7 +225,7 @@ def _check_derived(problem: GemmProblem, steps: Epilogue) -> None:
 
 
 def _step(given: AnyStep, problem: GemmProblem, name: str) -> Step:
-    """Return a step of a problem. Raises `InputError` if its numbers do not fit."""
+    """Return a caller's step as the step of a problem. Raises `InputError` if its numbers do not fit."""
     match given:
         case Scale() | RankOne():
             found = [
@@ -259,7 +260,7 @@ def _number(value: Any, name: str) -> float:
 
 
 def vector_of(given: Any, extent: int, name: str) -> Array | None:
-    """Return numbers per row or per column as float64; None if there are none. Raises `InputError`."""
+    """Return numbers per row or column as float64; None if there are none. Raises `InputError` if wrong."""
     if given is None:
         return None
     found = np.asarray(given)
@@ -294,7 +295,7 @@ def with_further(given: Epilogue, d: Any) -> tuple[AnyStep, ...]:
 
 
 def open_further(problem: GemmProblem, given: Epilogue, *, decode: bool) -> Matrix | None:
-    """Open D; return None without one. Raises `InputError`."""
+    """Open and return D; None if no step reads D. Raises `InputError` if D does not fit C."""
     operand = further(given)
     if not problem.sink.merges:
         return None
@@ -308,7 +309,7 @@ def open_further(problem: GemmProblem, given: Epilogue, *, decode: bool) -> Matr
 
 
 def is_symmetric(given: Epilogue) -> bool:
-    """Return whether a symmetric C stays symmetric, without a look at the elements of D."""
+    """Return whether a symmetric C is known to stay symmetric. The elements of D are not read."""
     return all(_is_paired(x) and not isinstance(x, Add | Divide | Cast) for x in given)
 
 
@@ -330,7 +331,7 @@ def _is_paired(step: AnyStep) -> bool:
 
 
 def digest_of(given: Epilogue) -> str:
-    """Return a digest of the arrays in an epilogue, which a run that is resumed must have; "" without any."""
+    """Return a digest of the arrays in an epilogue. A resumed run must have the same. "" without arrays."""
     arrays = [x for step in given if isinstance(step, Scale | RankOne) for x in (step.rows, step.cols)]
     digest = hashlib.sha256()
     for array in arrays:

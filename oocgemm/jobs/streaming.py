@@ -25,16 +25,17 @@ T = TypeVar("T")
 MAX_THREADS, THREADS_PER_CORE = 16, 2
 # Minimum bytes of a block. With smaller ones, threads mostly wait for the GIL.
 BATCH_BYTES = 4 << 20
-# Blocks of a plain array in memory are that many times as large: they are not copied.
+# Blocks of a plain array in memory are this many times as large, since they are not copied.
 VIEWED = 4
 # Columns of the blocks in which an array without chunks is read along its columns.
 COLUMNS = 1 << 12
 
-# How many squares of int8, up to 2^14, are added at most: their sums are up to 2^24.
+# Maximum number of squares of int8 that are added in float32. Each is at most 2^14, so sums up to 2^24 are
+# exact.
 INT8_DEPTH = 1 << 10
 # Elements of a slab of int8. On many cores, threads wait for the GIL if there are fewer: 8 threads took 0.7 s
 # for a pass over 20000 x 100000 elements, and 1.4 s with 2^19. On two cores, a pass over 20000 x 20000 took
-# 0.55 s, and 0.29 s with 2^19, since these fit in a cache. Sums are exact, whatever the number.
+# 0.55 s, and 0.29 s with 2^19, since 2^19 elements fit in a cache. Sums are exact, whatever the number.
 INT8_SLAB = 1 << (21 if len(os.sched_getaffinity(0)) > 4 else 19)
 # Elements of a slab of whole rows. With fewer, threads wait for the GIL: a pass over 200000 x 300 elements of
 # float32 took 55 ms in 8 threads with 2^17 elements, and 30 ms with 2^19.
@@ -52,7 +53,7 @@ def reduced(
     in every bit, whatever the number of threads.
 
     Args:
-        matrix: what is read.
+        matrix: the matrix that is read.
         axis: the axis along which `act` reduces a block.
         memory: upper bound in bytes, unless one thread needs more.
         scratch: bytes that `act` needs besides the block and its result. The result has at most 96 bytes per
@@ -149,7 +150,7 @@ class Moments:
 
 
 def moments(raw: Array, axis: int, code: float | None, log1p: bool, *, extremes: bool = True) -> Moments:
-    """Return the moments of a block along an axis. `code` is that of missing elements, which are left out.
+    """Return the moments of a block along an axis. `code` stands for missing elements, which are left out.
 
     Without `extremes`, `min` and `max` may only tell whether all elements are equal. They are then infinite
     where elements differ.
@@ -169,7 +170,7 @@ def _slabs(
 ) -> Iterator[tuple[tuple[slice, slice], slice]]:
     """Cut a block into slabs of at most `elements` elements and `rows` rows.
 
-    Yield each with the range of columns, or for axis 1 of rows, that it has.
+    Yield each slab, and its range of columns, or of rows if `axis` is 1.
     """
     width = min(shape[1], elements)
     height = min(rows, max(1, elements // width))

@@ -1,4 +1,4 @@
-"""What executors cannot run, each with its reason. Nothing else refuses a combination of these.
+"""Features that executors lack, each with a reason. No other code refuses a feature on an executor.
 
 A request *uses* features, such as an epilogue (`Request.uses`, `VERBS`). An *executor* computes
 it: one device (the host or a GPU), several devices, worker processes, or a job of the service. `HOLES` lists
@@ -114,10 +114,9 @@ OPTIONS: Mapping[str, str] = {
 class Verb(NamedTuple):
     """What the package knows of a verb, beside its function and its options (`oocgemm.jobs.options`).
 
-    - `uses`: the features that it uses, beside those of its options.
-    - `command`: its summary, if the command line has a command ``oocgemm VERB X OUT`` for it that calls the
-      function for X and saves the result at OUT (`oocgemm.cli.statistics`). Others have functions of their
-      own.
+    - `uses`: the features that the verb uses, beside those of its options.
+    - `command`: the summary of the command ``oocgemm VERB X OUT``, which calls the function for X and saves
+      the result at OUT (`oocgemm.cli.statistics`); "" if the verb has no such command.
     """
 
     uses: frozenset[str] = frozenset()
@@ -143,7 +142,7 @@ VERBS: Mapping[str, Verb] = {
 
 
 def hole(executor: str, uses: Collection[str]) -> Hole | None:
-    """Return the first hole of an executor among the features that a product uses; None if it can run it."""
+    """Return the first hole of an executor among the features of a product; None if there is none."""
     return next((one for one in HOLES if executor in one.executors and one.feature in uses), None)
 
 

@@ -1,8 +1,8 @@
 """Apply transforms to the operands of a product: find the means and scales that they need.
 
 Rows are standardized for covariances and correlations. Missing genotypes of .bed files are replaced by means
-in statistics, and refused in products. They are found by the counts of genotypes per variant, which `stats`
-caches.
+in statistics, and refused in products. The counts of genotypes per variant, which `stats` caches,
+show whether genotypes are missing.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def _of_lines(matrix: StandardizedMatrix, memory: int, sweep: Sweep | None) -> t
 
 
 def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
-    """Return the lines whose variances are too small for the dtype of covariances, and what to do then."""
+    """Return which lines have variances too small for the dtype of covariances, and what a message says."""
     limit, remedy = float(np.finfo(dtype).tiny), "pass X in float64"
     if dtype.itemsize == 8:
         limit, remedy = MIN_SQUARES, "multiply X by 2.0**400, which multiplies covariances by 2.0**800"
@@ -101,7 +101,7 @@ def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
 
 
 def _overflowing(squares: Array, dtype: np.dtype[Any]) -> tuple[Array, str]:
-    """Return the lines whose sums of squares are too large for covariances, and what to do then.
+    """Return which lines have sums of squares too large for covariances, and what a message says.
 
     Elements of 2 bytes are summed in float32, whose range they cannot leave.
     """
@@ -140,7 +140,7 @@ def _stats(matrix: Matrix, axis: int, memory: int, sweep: Sweep | None = None) -
 
 
 def _constant(found: Stats) -> Array:
-    """Return which lines have equal elements. A variance of others may underflow to 0."""
+    """Return which lines have equal elements. (The variance of other lines may underflow to 0.)"""
     return np.asarray(found.min == found.max)
 
 
@@ -191,8 +191,8 @@ def check_known(
 ) -> None:
     """Raise `InputError` if a .bed file has missing genotypes that its transform does not replace.
 
-    `name` is that of the operand in messages, which `remedy` ends. `memory` returns the bytes that the pass
-    may take that counts genotypes, unless counts are cached.
+    `name` names the operand in the message, and `remedy` ends the message. Unless counts are cached, a pass
+    counts the genotypes, in as many bytes as `memory` returns.
     """
     replaced = isinstance(transform, Transform) and transform.missing == MISSING
     if replaced or not stores.store_of(operand).has_genotypes:
@@ -206,7 +206,7 @@ def check_known(
 
 
 def by_rows(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) -> tuple[Matrix, Op]:
-    """Return an operand as `stores.by_rows` does, with its transform."""
+    """Return an operand with its transform, and its op. Column-major operands become their transposes."""
     matrix = accepted(matrix, transform)
     by_row, new_op = stores.by_rows(matrix, op)
     return transformed(by_row, transform, new_op, left=left, lines=_LINES[int(left != op.swaps)]), new_op
@@ -215,10 +215,11 @@ def by_rows(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) 
 def transformed(
     matrix: Matrix, transform: Transform | None, op: Op, *, left: bool, lines: str | None = None
 ) -> Matrix:
-    """Return an operand with its transform, which can be planned with but not read; without one, itself.
+    """Return an operand with its transform; without a transform, return the operand itself.
 
-    `left` tells whether it is A, whose op() has k columns, and not B, whose op() has k rows. `lines` is what
-    the caller calls the indices along k, "rows" or "columns", if not by this matrix.
+    The result can be planned with, but not read before `readable` has found its numbers. `left` tells whether
+    it is A, whose op() has k columns, and not B, whose op() has k rows. `lines` is what the caller calls the
+    indices along k, "rows" or "columns", if not by this matrix.
     """
     if transform is None:
         return matrix
@@ -236,7 +237,7 @@ def accepted(matrix: Matrix, transform: Transform | None) -> Matrix:
 
 
 def readable(matrix: Matrix, memory: int, sweep: Sweep | None = None) -> Matrix:
-    """Return a view that can be read, given an operand that can be planned with. Return others as they are.
+    """Return a view of an operand that can be read. Return an operand that can be read already as it is.
 
     If a step needs means or counts, they are taken from the cache, or from a pass over the operand in
     `memory` bytes, or with `sweep` on a device. Raises `InputError` if a scale is 0 or unknown, or there are
@@ -247,7 +248,7 @@ def readable(matrix: Matrix, memory: int, sweep: Sweep | None = None) -> Matrix:
         return matrix
     inner = readable(chain.matrix, memory, sweep)
     before = chain_of(inner)
-    exact = inner if before is None else before.wide()  # what the step changes has not been rounded
+    exact = inner if before is None else before.wide()  # the input of the step is not rounded
     return chain.on(inner, _NUMBERS[type(chain)](chain.on(exact, None), memory, sweep))
 
 
@@ -259,7 +260,7 @@ def _of_transform(matrix: TransformedMatrix, memory: int, sweep: Sweep | None) -
     return _numbers(matrix, found)
 
 
-# What finds the numbers of each view.
+# The function that finds the numbers of each kind of view.
 _NUMBERS: dict[type[SteppedMatrix], Callable[..., tuple[Numbers, ...]]] = {
     TransformedMatrix: _of_transform,
     StandardizedMatrix: _of_lines,
@@ -269,8 +270,8 @@ _NUMBERS: dict[type[SteppedMatrix], Callable[..., tuple[Numbers, ...]]] = {
 def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Numbers, ...]:
     """Return the numbers of each step of a transform. Raises `InputError` if an element has none.
 
-    If `found` is None, statistics are not needed or unknown: numbers from them are then such that nothing
-    changes.
+    If `found` is None, statistics are not needed or unknown. Steps that need statistics then get numbers that
+    change nothing.
     """
     transform, extent = matrix.transform, matrix.shape[matrix.k_axis]
     zeros, ones = np.broadcast_to(0.0, extent), np.broadcast_to(1.0, extent)
@@ -314,7 +315,7 @@ def _line(matrix: TransformedMatrix, index: int) -> str:
 
 
 def _check(matrix: TransformedMatrix, found: Stats) -> None:
-    """Raise `InputError` if the statistics do not give a transform of every element."""
+    """Raise `InputError` if some element cannot be transformed with these statistics."""
     transform = matrix.transform
     if transform.raises and (lines := np.flatnonzero(found.missing)).size:
         raise InputError(
@@ -393,10 +394,10 @@ def _own_numbers(matrix: TransformedMatrix, *names: str) -> str:
 
 
 def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmProblem:
-    """Return the problem, with the steps of elements that are left to do when panels are in slots.
+    """Return the problem, with the steps that remain to be done on the elements of panels in slots.
 
     A GPU does all steps, on panels as they are stored, except for checksums and emulated products. These need
-    the elements on the host, where all but deferred steps are done when panels are read.
+    transformed elements on the host. There, all but deferred steps are done when panels are read.
     """
     if not problem.depth:
         return problem
@@ -406,7 +407,7 @@ def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmPr
 
 
 def deferred_steps(matrix: Matrix) -> tuple[ElementStep, ...]:
-    """Return the steps of a matrix that correct C."""
+    """Return the steps of a matrix that are deferred: they correct C instead of the elements."""
     chain = chain_of(matrix)
     return () if chain is None else tuple(step for step in chain.steps if step.is_deferred)
 
@@ -442,7 +443,7 @@ def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelNumb
 
 
 def _measuring(matrix: TransformedMatrix) -> PanelNumbers:
-    """Return the numbers of an operand whose statistics the device finds, as far as they are given."""
+    """Return the given numbers of an operand whose statistics the device finds, and a check of these."""
 
     def check(count: Array, total: Array, squares: Array) -> None:
         extent = matrix.shape[1 - matrix.k_axis]
@@ -453,5 +454,5 @@ def _measuring(matrix: TransformedMatrix) -> PanelNumbers:
     return PanelNumbers(_numbers(matrix, None), check)
 
 
-# What gives the numbers of views that are measurable.
+# The function that gives the numbers of each kind of view whose statistics a device can find.
 _MEASURED: dict[type[SteppedMatrix], Callable[..., PanelNumbers]] = {TransformedMatrix: _measuring}

@@ -3,11 +3,11 @@
 `verify` checks a C by Freivalds' algorithm, and locates its errors. The other functions compute elements of
 a result again at the end of the run.
 
-With ``verify=True``, these are samples of what is stored, if checksums do not cover it. With a threshold,
-they are cosines so near to it that rounding errors could decide. A run keeps all pairs whose computed cosine
-is at least the threshold less a margin (`Selection.margin`). Those within the margin are computed in float64
-from the operands, and compared with the threshold. The sums of a pair are added up in an order that depends
-on the number of columns alone. So equal rows have the cosine 1.
+With ``verify=True``, they compute samples of the stored result again, if checksums do not cover it. With a
+threshold, they compute cosines again that are so near to the threshold that rounding errors could decide. A
+run keeps all pairs whose computed cosine is at least the threshold less a margin (`Selection.margin`). Those
+within the margin are computed in float64 from the operands, and compared with the threshold. The sums of a
+pair are added up in an order that depends on the number of columns alone. So equal rows have the cosine 1.
 """
 
 import os
@@ -50,14 +50,14 @@ from oocgemm.stores.transformed import chain_of
 from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel
 
-# Columns of the rows that are multiplied at a time, and maximum number of products.
+# Maximum number of columns that are read at a time, and of products of elements that are computed at a time.
 DEPTH, PRODUCTS = 1 << 14, 1 << 20
-# Rows that are read together if chunks have fewer.
+# Rows in the same range of this many rows are read together, if chunks have fewer rows.
 BAND = 32
 
 
 def check_result(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
-    """Check the result of a run, and return what the report says of it. See `check_samples`."""
+    """Check the result of a run, and return the figures for the report. See `check_samples`."""
     if isinstance(job.request.into, Chain):
         check_pass(job, result, retries, cancel)
         return {}
@@ -65,7 +65,7 @@ def check_result(job: PreparedRun, result: Matrix, retries: Retries, cancel: Can
 
 
 def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
-    """Check samples of the result of a run, and return how many, for the report.
+    """Check samples of the result of a run. Return their number and the seconds, for the report.
 
     Reads that were tried again are added to `retries`. Raises `ExecutionError` if a sample is wrong.
     """
@@ -104,7 +104,7 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
 
 
 def _as_multiplied(matrix: Matrix, *, distances: bool) -> Matrix:
-    """Return an operand with the elements that the product has, not rounded if `distances` are compared."""
+    """Return an operand as it is multiplied, but with elements not rounded if `distances` are compared."""
     chain = chain_of(matrix)
     if chain is None:
         return matrix
@@ -113,7 +113,7 @@ def _as_multiplied(matrix: Matrix, *, distances: bool) -> Matrix:
 
 @contextmanager
 def reading_again(retries: Retries, cancel: Cancel) -> Iterator[Callable[[], None]]:
-    """Let errors of reading the operands again end the run with a message that says so.
+    """If reading the operands again fails, raise an error that says that the result cannot be checked.
 
     Yields a function that raises the error of `cancel`, if the run is to stop. No read is retried then.
     """
@@ -164,7 +164,7 @@ def _threads() -> int:
 
 
 def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel) -> None:
-    """Decide on the pairs within the margin of the threshold. Reads tried again are added to `retries`."""
+    """Decide which pairs within the margin of the threshold are kept. Repeated reads go to `retries`."""
     problem, selection = job.plan.problem, job.request.into
     assert isinstance(selection, Selection)
     near = selection.margin(problem)
@@ -230,7 +230,7 @@ def _runs(numbers: Array) -> Iterator[slice]:
 
 
 def _lines(x: Oriented, lines: Array, span: Range) -> Array:
-    """Return some rows of a matrix in the columns `span`, in float64. Those of a chunk are read together."""
+    """Return some rows of a matrix in the columns `span`, in float64. Rows of a chunk are read together."""
     found = np.empty((len(lines), span[1] - span[0]))
     for part in _runs(lines // max(BAND, x.chunk[0])):
         inside = lines[part]
@@ -240,7 +240,7 @@ def _lines(x: Oriented, lines: Array, span: Range) -> Array:
 
 
 def _add(sums: Array, x: Array, y: Array, x_at: Array, y_at: Array) -> None:
-    """Add the inner products of rows of x and y, which do not depend on how many there are."""
+    """Add the inner products of rows of x and y. Their bits do not depend on the number of rows."""
     step = max(1, PRODUCTS // x.shape[1])
     for start in range(0, len(sums), step):
         here = slice(start, start + step)
@@ -502,7 +502,7 @@ def _mirrored(matrix: Matrix, triangle: str) -> Matrix:
 
 
 def _half(operands: CheckedProduct, triangle: str) -> CheckedProduct:
-    """Return the operands with one triangle of C and of the old C, which stands for the other one too."""
+    """Return the operands with one triangle of C, and of the old C, mirrored into the other triangle."""
     result, before = (
         x and Oriented(_mirrored(x.matrix, triangle)) for x in (operands.result, operands.before)
     )
@@ -521,8 +521,8 @@ def fitting(
 ) -> tuple[str, ...]:
     """Return other transposes and orders of A and B with which the product has C's shape, as texts.
 
-    `a`, `b` and `c` are the shapes of the stored matrices. `given` tells whether the caller transposes A
-    and whether B. This combination is not returned.
+    `a`, `b` and `c` are the shapes of the stored matrices. `given` tells whether the caller transposes A,
+    and whether B; this combination is not returned.
 
     >>> fitting((4, 3), (4, 5), (3, 5), (False, False))
     ('--transpose-a',)
@@ -542,7 +542,7 @@ def fitting(
 
 
 def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: str) -> None:
-    """Raise `InputError` unless C and the old C fit the product. `hint` is for a wrong shape."""
+    """Raise `InputError` unless C and the old C fit the product. `hint` ends a message on shapes."""
     wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     for matrix in (result, before):
         if matrix is not None and (matrix.shape, matrix.dtype) != wanted:
