@@ -1,10 +1,9 @@
 """Arrays in host memory: NumPy arrays, memory maps, scratch memory of threads, and results of sinks.
 
-A large array that is allocated and freed each time costs more in page faults than in arithmetic.
+Threads keep their scratch memory: the page faults of a new large array take longer than the arithmetic on it.
 
-`SparseMatrix` has the elements of C that are at or above a threshold.
-
-If C is symmetric, only elements of its lower triangle are added, and each stands for its mirror image too.
+`SparseMatrix` keeps the elements of C that are at or above a threshold. If C is symmetric, callers add only
+elements of its lower triangle, and each stands for its mirror image too.
 """
 
 import mmap
@@ -47,10 +46,10 @@ MAX_PREFETCH_RATIO = 16
 # A block of a memory map is copied in parts that span about this many bytes of the file. The pages of each
 # copied part are removed from the resident set of the process, which therefore stays small.
 BAND_BYTES = 4 << 20
-# `Layout.zero_copy_width` of an array in bytes: with rows of half this size, the GPU copies blocks directly
-# from a pinned array. Shorter rows are gathered in pinned buffers first. On an H200,
-# while a kernel ran, direct copies reached 31-36 GB/s with rows of 16 KiB, 48-53 GB/s with 32 KiB, and
-# 54 GB/s with 96 KiB.
+# `InMemory.zero_copy_width` of an array, in bytes. If the rows of a block have at least half of this size,
+# the GPU copies the block directly from a pinned array. Shorter rows are gathered in pinned buffers first. On
+# an H200, while a kernel ran, direct copies reached 31-36 GB/s with rows of 16 KiB, 48-53 GB/s with 32 KiB,
+# and 54 GB/s with 96 KiB.
 MIN_ROW_BYTES = 32 << 10
 # The CUDA driver copies two-dimensional blocks only if their rows begin less than this many bytes apart.
 MAX_STRIDE = 1 << 31
@@ -107,7 +106,7 @@ class ArrayLikes(Store):
 
 
 def _instead_of(operand: Any) -> str:
-    """Return what an easily confused object is, and what to pass instead of it; "" for others."""
+    """Return a text that says what an unsuitable object is and what to pass instead; "" for other objects."""
     if operand is None:
         return "None: pass an array or a path"
     if isinstance(operand, bytes):
@@ -163,7 +162,7 @@ class ArrayMatrix(InProcess):
             self._drop(target)
 
     def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
-        """Cut a block and an array of its shape into the same parts, `BAND_BYTES` each in a memory map."""
+        """Yield pairs of equal parts of two arrays. Parts of a memory map span about `BAND_BYTES`."""
         axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
         extent = block.shape[axis]
         count = extent if self._map is None else max(1, BAND_BYTES // max(1, abs(block.strides[axis])))
@@ -179,7 +178,7 @@ class ArrayMatrix(InProcess):
         pass
 
     def identities(self) -> set[object]:
-        """Return the id of the file that the array is mapped from."""
+        """Return the id of the file that the array is mapped from; an empty set if there is none."""
         array = self.array
         while isinstance(array, np.ndarray):
             if isinstance(array, np.memmap) and array.filename is not None:
@@ -192,12 +191,12 @@ class ArrayMatrix(InProcess):
         return self._map is not None and self._map is other._map
 
     def _check_length(self) -> None:
-        """Raise `EOFError` if the array is a memory map of a file that was truncated since."""
+        """Raise `EOFError` if the array maps a file that was truncated after this matrix was opened."""
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
             raise EOFError(f"the file was truncated from {self._file_bytes} bytes to {size}")
 
     def _drop(self, block: Array) -> None:
-        """Remove the pages that a block of a memory map spans from the resident set. No write is lost."""
+        """Remove the pages of a block of a memory map from the resident set. The file keeps all writes."""
         if self._droppable is not None:
             _advise(self._droppable, DONT_NEED, block)
 
@@ -219,7 +218,7 @@ def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
 
 
 def like(matrix: Matrix, array: Any) -> Matrix:
-    """Return the matrix of a plain array that is like that of another matrix: in shape, strides and dtype."""
+    """Return a matrix with another array, which has the shape, strides and dtype of the array of `matrix`."""
     assert isinstance(matrix, ArrayMatrix)
     found = object.__new__(ArrayMatrix)
     vars(found).update(vars(matrix), array=array)
@@ -227,7 +226,7 @@ def like(matrix: Matrix, array: Any) -> Matrix:
 
 
 def viewed(matrix: Matrix, rows: Range, cols: Range) -> Array | None:
-    """Return a block of a plain array in memory as a view, which is only read; None for other matrices."""
+    """Return a read-only block as a view, if a BLAS can multiply blocks of the matrix in place; else None."""
     if isinstance(matrix, ArrayMatrix) and matrix.layout.in_place:
         return matrix.array[slice(*rows), slice(*cols)]
     return None
@@ -239,7 +238,7 @@ def is_plain(array: object) -> bool:
 
 
 def _min_row_elements(array: Array) -> int:
-    """Return `Layout.zero_copy_width` of an array; 0 if the GPU can copy no block of it directly."""
+    """Return `InMemory.zero_copy_width` of an array; 0 if the GPU cannot copy its blocks directly."""
     cols, (stride, step), size = int(array.shape[1]), array.strides, int(array.itemsize)
     contiguous = step == size and cols * size <= stride < MAX_STRIDE and array.ctypes.data % size == 0
     if not contiguous or not array.size or not array.dtype.isnative:
@@ -291,14 +290,14 @@ _kept = threading.local()
 
 
 def in_float64(block: Array) -> Array:
-    """Return the elements of a block in float64, in an array that the thread uses again."""
+    """Return the elements of a block in float64. The next call in this thread overwrites the result."""
     wide = scratch_array("float64", block.shape, np.dtype(np.float64))
     np.copyto(wide, block, casting="unsafe")
     return wide
 
 
 def scratch_array(purpose: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return an array in memory that the thread uses again for the next array for this purpose."""
+    """Return scratch memory of this thread as an array. The next call with this `purpose` reuses it."""
     size = prod(shape) * dtype.itemsize
     kept: Array | None = getattr(_kept, purpose, None)
     if kept is None or kept.size < size:
@@ -308,7 +307,7 @@ def scratch_array(purpose: str, shape: tuple[int, ...], dtype: np.dtype[Any]) ->
 
 
 def read_block(purpose: str, matrix: Matrix, rows: Range, cols: Range) -> Array:
-    """Return a block of a matrix, which must not be changed: a view, or memory that the thread uses again."""
+    """Return a block of a matrix: a view, or a copy in `scratch_array` memory. Callers must not change it."""
     block = viewed(matrix, rows, cols)
     if block is None:
         block = scratch_array(purpose, (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
@@ -316,8 +315,8 @@ def read_block(purpose: str, matrix: Matrix, rows: Range, cols: Range) -> Array:
     return block
 
 
-# Elements of some rows and columns of C, row by row: the rows, the columns, the number of elements per row,
-# and their columns and scores.
+# The elements that were kept of a block of C, row by row: the rows and the columns of the block, the number
+# of elements per row, and the column and the score of each element.
 State = tuple[Range, Range, Array, Array, Array]
 
 
@@ -326,11 +325,11 @@ class Rule:
     """Which elements of C are kept: those whose score is at least `threshold`.
 
     Attributes:
-        threshold: the least score, or the least magnitude with `absolute`.
-        absolute: whether magnitudes are compared.
+        threshold: the minimum score, or with `absolute` the minimum magnitude of a score.
+        absolute: whether the magnitudes of scores are compared with the threshold.
         excludes_self: whether elements on C's diagonal are left out.
-        scales: what rows and columns of C are multiplied by to get scores, which are clipped to [-1, 1]; None
-            for the elements themselves.
+        scales: factors for the rows and for the columns of C. The products are clipped to [-1, 1] and are the
+            scores. If `scales` is None, the elements themselves are the scores.
         symmetric: whether C is symmetric. Only elements of its lower triangle are then added.
     """
 
@@ -343,7 +342,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A `State`, or with `mirrors` the mirror images of elements that were found."""
+    """The elements of a `State`, or with `mirrors` the mirror images of such elements."""
 
     rows: Range
     cols: Range
@@ -360,7 +359,7 @@ class _Part:
             away = columns != rows
             rows, columns, scores = rows[away], columns[away], scores[away]
         at = (columns - left).astype(np.uint32)
-        # NumPy sorts 16-bit integers by radix, in a tenth of the time.
+        # NumPy sorts 16-bit integers by radix. That takes a tenth of the time of a sort of wider integers.
         order = np.argsort(at.astype(np.uint16), kind="stable")
         if right - left > 1 << 16:
             order = order[np.argsort((at[order] >> 16).astype(np.uint16), kind="stable")]
@@ -370,7 +369,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """Elements of some rows and columns of C, as a device returns them."""
+    """The elements that a device found in a block of C, in the form in which the device returns them."""
 
     rows: Range
     cols: Range
@@ -381,7 +380,7 @@ class _Found:
         segments, (top, bottom) = self.segments, self.rows
         order = np.lexsort((segments["first"], segments["row"]))
         sizes = segments["count"][order].astype(np.int64)
-        # The elements of the segments in this order, one segment after the other.
+        # Gather the elements of the segments in this order, one segment after the other.
         shift = segments["first"][order].astype(np.int64) - (np.cumsum(sizes) - sizes)
         ordered = self.elements[np.repeat(shift, sizes) + np.arange(len(self.elements))]
         counts = np.bincount(segments["row"][order], sizes, bottom - top).astype(np.int64)
@@ -390,7 +389,7 @@ class _Found:
 
 
 class SparseMatrix(InProcess):
-    """A C of which some elements are kept. It is a `Matrix` and `Collecting`, but it cannot be read."""
+    """A `Collecting` result C: it keeps only the elements that a rule selects. It cannot be read."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], score: np.dtype[Any], rule: Rule, limit: int
@@ -448,12 +447,12 @@ class SparseMatrix(InProcess):
                 self._parts.append(self._pool.submit(self._parts_of, part))
 
     def state(self) -> list[State]:
-        """Return what has been kept, for `merge` in another process. Call it after the last write."""
+        """Return the kept elements, for `merge` in another process. Call this method after the last write."""
         parts = (part for each in self._parts for part in each.result() if not part.mirrors)
         return [(part.rows, part.cols, part.counts, part.columns, part.scores) for part in parts]
 
     def merge(self, state: Sequence[State]) -> None:
-        """Keep what another process has kept of other tiles."""
+        """Add the elements that another process has kept. That process must have written other tiles."""
         for rows, cols, counts, columns, scores in state:
             self._add(_Part(rows, cols, counts, columns, scores), len(columns))
 
@@ -464,7 +463,7 @@ class SparseMatrix(InProcess):
         return self._ordered
 
     def settle(self, at: Array, scores: Array, kept: Array) -> None:
-        """Replace the scores of the elements `at` these numbers, and drop those that are not `kept`."""
+        """Replace the scores of the elements number `at` in `csr`. Drop those for which `kept` is false."""
         starts, columns, every = self.csr()
         every[at] = scores
         dropped = at[~kept]
@@ -478,8 +477,8 @@ class SparseMatrix(InProcess):
 
     def _order(self) -> tuple[Array, Array, Array]:
         with self._pool as pool:
-            # The parts of a row are in the order of their columns. That of its diagonal is before its mirror
-            # image, which may have the same first column.
+            # Sort the parts by columns. The part on the diagonal comes before its mirror image, which may
+            # begin at the same column.
             parts = [part for each in self._parts for part in each.result()]
             self._parts.clear()
             parts.sort(key=lambda part: (part.cols[0], part.mirrors))
@@ -490,7 +489,7 @@ class SparseMatrix(InProcess):
             columns, scores = np.empty(starts[-1], np.int64), np.empty(starts[-1], self.dtype)
 
             def place(part: _Part, firsts: Array) -> None:
-                """Copy the elements of a part. Those of a row go behind number `firsts` of the row."""
+                """Copy the elements of a part to the result. `firsts` has the first index for each row."""
                 shift = firsts - (np.cumsum(part.counts) - part.counts)
                 to = np.repeat(shift, part.counts) + np.arange(len(part.columns))
                 columns[to], scores[to] = part.columns, part.scores
@@ -506,14 +505,14 @@ class SparseMatrix(InProcess):
 
 
 class RankedMatrix(InProcess):
-    """Selected elements (`SELECTED`), of which writes keep the first ones of each row.
+    """The best elements (`SELECTED`) of each row. Each write merges more candidates into them.
 
-    Of a row, the largest scores come first, then the smallest indices, and NaN last. This order is total. So
-    the result does not depend on the order of writes, or on how elements are grouped.
+    Larger scores come first. Equal scores are ordered by index, and NaN comes last. This order is total, so
+    the result does not depend on the order of writes, or on how candidates are grouped.
     """
 
     def __init__(self, name: str, array: Array) -> None:
-        """Keep elements in `array`. None has been found yet."""
+        """Keep elements in `array`, which is first filled with `NONE`: no element has been found yet."""
         self.name, self.shape, self.dtype = name, array.shape, array.dtype
         self.layout = InMemory(itemsize=array.dtype.itemsize)
         self._array, self._merging = array, Lock()
@@ -523,7 +522,7 @@ class RankedMatrix(InProcess):
         raise AssertionError("elements are not complete before `merged`")
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Merge elements into those of some rows. Bytes of `NONE` stand for none."""
+        """Merge candidates into the best elements of some rows. Bytes of `NONE` stand for no element."""
         with self._merging:
             best = self._array[slice(*rows)]
             every = np.concatenate((best, data), axis=1)
@@ -532,5 +531,5 @@ class RankedMatrix(InProcess):
             best[...] = np.take_along_axis(every, order, axis=1)
 
     def merged(self) -> Matrix:
-        """Return the elements, when all have been written."""
+        """Return the best elements as a matrix. Call this method after the last write."""
         return ArrayMatrix(self.name, self._array)

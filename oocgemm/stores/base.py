@@ -116,7 +116,7 @@ class Matrix(Protocol):
 
 
 class InProcess:
-    """The members of `Matrix` that are alike for matrices of this process. A subclass has the others."""
+    """Base of matrices that only this process uses. A subclass adds the other members of `Matrix`."""
 
     name: str
     kind = "memory"  # the name of the store in the log
@@ -137,10 +137,10 @@ class InProcess:
 class ReadOnly(InProcess):
     """A matrix that no run writes."""
 
-    what: str  # the matrix is this, in the message of a write
+    what: str  # what the matrix is, for the error message of `write`
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Raise `ExecutionError`."""
+        """Raise `ExecutionError`: the matrix cannot be written."""
         raise ExecutionError(f"{self.name} is {self.what}, which is read-only")
 
 
@@ -150,7 +150,7 @@ def described(matrix: InProcess | Matrix, store: str, path: str | None = None) -
 
 
 def file_identities(path: str | Path) -> set[object]:
-    """Return the ids of a matrix in one file; none if it was deleted or renamed."""
+    """Return `identities` of a matrix in one file; an empty set if the file was deleted or renamed."""
     try:
         status = os.stat(path)
     except OSError:
@@ -163,11 +163,11 @@ class NewArray:
     """A result that is to be created.
 
     Attributes:
-        name: in messages.
-        path: path or URL.
-        shape, dtype: of the result.
-        chunks: the shape of its chunks, for a store that has some.
-        compressor: of the chunks; None or "none" for no compression.
+        name: name of the result in messages.
+        path: path or URL of the result.
+        shape, dtype: shape and dtype of the result.
+        chunks: shape of the chunks, if the store has chunks.
+        compressor: compressor of the chunks; None or "none" for no compression.
     """
 
     name: str
@@ -205,7 +205,7 @@ class Store(ABC):
         """
 
     def prepare(self, operand: Any) -> None:  # noqa: B027  # most stores need nothing
-        """Import the packages that an operand needs, so that the time of a run does not include that."""
+        """Import the packages that an operand needs, so that the time of a run excludes the imports."""
 
     def exists(self, path: str) -> bool:
         """Return whether the creation of a result at `path` would overwrite something."""
@@ -264,7 +264,7 @@ def is_path(value: object) -> bool:
 
 @lru_cache(64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype, which NumPy would derive anew in a microsecond."""
+    """Return the name of a dtype from a cache: NumPy takes a microsecond to derive the name."""
     return str(dtype.name)
 
 
@@ -272,7 +272,7 @@ def named_dtype(given: Any) -> str:
     """Return the name of a dtype that a caller has passed. If it is not a dtype, return it as text."""
     try:
         return str(np.dtype(given).name)
-    except (TypeError, ValueError, SyntaxError):  # NumPy parses texts with commas, which may be anything
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses any text with commas as a list of dtypes
         return str(given)
 
 
@@ -306,7 +306,7 @@ def transient(error: BaseException) -> bool:
 class DtypeError(InputError):
     """Raised for an operand whose dtype cannot be multiplied.
 
-    `dtype` is that dtype, and `declared` what the operand declares about its elements (`stores.declared`).
+    `dtype` is the dtype. `declared` is the operand's declaration about its elements (`stores.declared`).
     """
 
     def __init__(self, name: str, dtype: np.dtype[Any], declared: Any = None) -> None:
@@ -357,7 +357,7 @@ def pieces(
 
 
 def _cuts(span: Range, chunk: int, chunks_each: int) -> Iterator[Range]:
-    """Cut a range into parts of `chunks_each` chunks. The first and the last part may be smaller."""
+    """Yield the parts of a range, each of `chunks_each` chunks. The first and the last may be smaller."""
     start, stop = span
     while start < stop:
         end = min(stop, (start // chunk + chunks_each) * chunk)
@@ -378,7 +378,7 @@ class Retries:
     """Reads blocks of matrices. After a transient error, it waits and tries again.
 
     Attributes:
-        made: the error message of each failed read that was tried again.
+        made: a list with the error message of each failed read that was tried again.
     """
 
     def __init__(self) -> None:
@@ -386,7 +386,7 @@ class Retries:
         self._stopped = Event()
 
     def read(self, matrix: Matrix, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block into `out`. Raises `ReadError` if that fails, and trying again does not help."""
+        """Read a block into `out`. Raises `ReadError` if the read fails and retries do not help."""
         for delay in (*RETRY_AFTER, None):
             try:
                 matrix.read(rows, cols, out)
@@ -429,14 +429,14 @@ class View(ReadOnly):
 
 
 def underlying(matrix: Matrix) -> Matrix:
-    """Return the matrix that a view reads, or a matrix that is no view."""
+    """Return the matrix that a view, or a view of a view, reads. Return any other matrix unchanged."""
     while isinstance(matrix, View):
         matrix = matrix._matrix
     return matrix
 
 
 class RowsMatrix(View):
-    """A read-only view of some successive rows of a matrix. They begin at a border of chunks."""
+    """A read-only view of some successive rows of a matrix. The first row is the first of a chunk."""
 
     def __init__(self, matrix: Matrix, rows: Range) -> None:
         super().__init__(matrix)
@@ -452,7 +452,7 @@ class MirroredMatrix(View):
     """A read-only view of a square matrix that mirrors one triangle at the diagonal."""
 
     def __init__(self, matrix: Matrix, *, upper: bool) -> None:
-        """View a matrix of which the lower triangle, or with `upper` the upper one, is stored."""
+        """View a matrix that stores only its lower triangle, or with `upper` only its upper triangle."""
         super().__init__(matrix)
         self._upper = upper
         self.shape = matrix.shape
@@ -475,7 +475,7 @@ class MirroredMatrix(View):
 
 
 class KeptMatrix(View):
-    """A view of some rows (`axis` 0) or columns (1) of a matrix, those with the ascending numbers `kept`."""
+    """A view of the rows (`axis` 0) or columns (1) of a matrix whose ascending numbers are in `kept`."""
 
     def __init__(self, matrix: Matrix, axis: int, kept: Array) -> None:
         super().__init__(matrix)
@@ -505,7 +505,7 @@ class ConstantRows(ReadOnly):
     what, kind = "a matrix of equal rows", "equal rows"
 
     def __init__(self, name: str, row: Array, count: int, resident_bytes: int = 0) -> None:
-        """Repeat a vector. `resident_bytes` are held by the caller (`Layout.resident_bytes`)."""
+        """Repeat the vector `row`. `resident_bytes` is the memory that the caller holds for the matrix."""
         self.name, self._row = name, row
         self.shape = count, len(row)
         self.dtype: np.dtype[Any] = row.dtype
@@ -518,12 +518,12 @@ class ConstantRows(ReadOnly):
 class SlicedMatrix(View):
     """A view of A or B for the product of stacked slices. Elements outside the matrix are zeros.
 
-    op(A) of that product has, in row q * rows + i and column p, the element in row i and column p of slice q.
-    op(B) has the rows of one slice, `Slicing.number`.
+    A slice is a range along k. Row q * rows + i of the stacked op(A) is row i of slice number q of op(A). The
+    view of B contains the rows of op(B) in one slice, `Slicing.number`.
     """
 
     def __init__(self, matrix: Matrix, slicing: Slicing, *, transposed: bool) -> None:
-        """View A or B, whose rows and columns op() exchanges if it is `transposed`."""
+        """View A or B. `transposed` tells whether op() exchanges the rows and columns of the matrix."""
         super().__init__(matrix)
         self._slicing = slicing
         self._k_axis = int((matrix.name == "A") != transposed)

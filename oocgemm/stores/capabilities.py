@@ -67,7 +67,7 @@ _known: dict[tuple[type, type], bool] = {}
 
 
 class _Capability(_ProtocolMeta):
-    """Remembers which classes have a capability. Python looks every method up, which takes up to 10 us."""
+    """Remember which classes have a capability: Python takes up to 10 us to look all methods up again."""
 
     def __instancecheck__(cls, instance: Any) -> bool:  # noqa: N805 - a class of classes
         key = cls, type(instance)
@@ -197,24 +197,24 @@ class Collecting(Protocol, metaclass=_Capability):
         """Keep the elements of a block that a device has found (`oocgemm.backends.base.SEGMENTS`)."""
 
     def state(self) -> Sequence[Any]:
-        """Return what has been kept, for `merge` in another process."""
+        """Return the kept elements, for `merge` in another process."""
 
     def merge(self, state: Sequence[Any]) -> None:
-        """Keep what another process has kept of other tiles."""
+        """Add the elements that another process has kept. That process must have written other tiles."""
 
     def csr(self) -> tuple[Array, Array, Array]:
         """Return all elements row by row, in ascending order of columns: row starts, columns, and scores."""
 
     def settle(self, at: Array, scores: Array, kept: Array) -> None:
-        """Replace the scores of the elements `at` these numbers, and drop those that are not `kept`."""
+        """Replace the scores of the elements number `at` in `csr`. Drop those for which `kept` is false."""
 
 
 @runtime_checkable
 class Merging(Protocol, metaclass=_Capability):
-    """A result to which several devices write what they have found of the same rows. It cannot be read."""
+    """A result to which several devices write elements of the same rows. The result cannot be read."""
 
     def merged(self) -> Matrix:
-        """Return the result, when all devices have ended."""
+        """Return the merged result as a matrix. Call this method after the last write of all devices."""
 
 
 @runtime_checkable
@@ -230,7 +230,7 @@ class Genotypes(Matrix, Protocol):
 
 
 def memory(matrix: Matrix) -> Array:
-    """Return the elements of a matrix that has addresses for them, as an array."""
+    """Return the elements of a matrix as an array. The matrix must have `Addressed.memory`."""
     found = matrix.memory() if isinstance(matrix, Addressed) else None
     assert found is not None
     return found
@@ -248,9 +248,9 @@ def cached_chunks(matrix: Matrix) -> CachedChunks | None:
 
 
 def span(matrix: Matrix) -> tuple[int, int]:
-    """Return the address of a matrix in memory, and the bytes up to the end of the last element."""
+    """Return the address of a matrix in memory, and the number of bytes to the end of its last element."""
     array = memory(matrix)
-    if array.flags.c_contiguous:  # the usual case, in a third of the time
+    if array.flags.c_contiguous:  # the usual case: this takes a third of the time of the general one
         return array.ctypes.data, array.nbytes
     low, high = np.lib.array_utils.byte_bounds(array)
     return low, high - low
@@ -264,7 +264,7 @@ DATA = "data.npy"
 
 
 def found_locally(path: str) -> bool:
-    """Return whether a local path leads to anything but a folder that is empty, or has only a journal."""
+    """Return whether a path leads to a file, or to a folder that has more in it than a journal."""
     try:
         if set(os.listdir(path)) <= {SIDECAR}:
             return False
@@ -279,8 +279,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a write for which th
 def check_new(name: str, path: str, wanted: int = 0) -> None:
     """Raise `InputError` if nothing can be created at a path, or if its disk has not `wanted` free bytes.
 
-    Call this before a long computation. The path need not exist, nor its folder. `name` is the name of what
-    would be created in the message.
+    Call this before a long computation. Neither the path nor its folder need exist. `name` is the name of
+    the result in messages.
     """
     place = Path(path).absolute().parent
     while not place.exists():
@@ -295,7 +295,7 @@ def check_new(name: str, path: str, wanted: int = 0) -> None:
 
 
 def check_room(name: str, path: str, wanted: int) -> None:
-    """Raise `InputError` unless the disk of a path, which need not exist, has `wanted` free bytes."""
+    """Raise `InputError` unless the disk of a path has `wanted` free bytes. The path need not exist."""
     free = free_bytes(path)
     if free < wanted:
         raise InputError(
@@ -333,7 +333,7 @@ def warn_of_folders(name: str, path: str) -> None:
 
 
 def free_bytes(path: str) -> int:
-    """Return the free bytes of the file system that a path, which need not exist, is on."""
+    """Return the free bytes of the file system of a path. The path need not exist."""
     place = Path(path).absolute()
     while not os.path.exists(place):
         place = place.parent

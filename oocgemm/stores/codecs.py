@@ -4,8 +4,8 @@ zstd and blosc data is decompressed with the C libraries inside numcodecs, past 
 of 64 KiB, this layer takes 4 us. For zstd it also creates the library's working memory, a decompression
 context, anew, which takes 8 us more. Here each thread keeps its context.
 
-Frames are the stored bytes of chunks. A GPU decodes the compressed streams in them (`kernels/decoding`). One
-frame tells here whether and how fast a GPU can decode an array.
+Frames are the stored bytes of chunks. A GPU decodes the compressed streams in frames (`kernels/decoding`).
+`frame_of` inspects one frame of an array to find whether, and how fast, a GPU can decode the array.
 
 A blosc frame consists of a header of 16 bytes, the offsets of its blocks, and the blocks. A block is stored
 as one stream or, if it is split, as one stream per byte of an element. The length of each stream precedes it.
@@ -126,7 +126,7 @@ GZIP, ZLIB = 31, 15
 
 
 def decompress_into(compressor: Any, stored: Array, out: Array) -> None:
-    """Decompress `stored` into `out`, all of it. Raises `ValueError`, and whatever the codec raises."""
+    """Fill all of `out` by decompressing `stored`. Raises `ValueError`, and whatever the codec raises."""
     if decompress(compressor.codec_id, stored, out):
         return
     if compressor.codec_id in INTO_MEMORY and decoded_size(compressor, stored) == out.nbytes:
@@ -139,10 +139,10 @@ def decompress_into(compressor: Any, stored: Array, out: Array) -> None:
 
 
 def decoded_size(compressor: Any, stored: Array) -> int | None:
-    """Return the decoded bytes that the header of a compressed chunk states; None if it states none."""
+    """Return the decoded size in bytes that the header of a compressed chunk states; None if it has none."""
     head = stored[:18].tobytes()
     match compressor.codec_id:
-        case "blosc":  # whose decoder would read beyond the end of truncated data
+        case "blosc":  # its decoder would read beyond the end of truncated data
             if len(head) < 16 or int.from_bytes(head[12:16], "little") > stored.nbytes:
                 raise ValueError(f"blosc data of {stored.nbytes} bytes is truncated")
             return int.from_bytes(head[4:8], "little")
@@ -163,7 +163,7 @@ class ZstdHeader(NamedTuple):
 
 
 def zstd_header(head: bytes) -> ZstdHeader | None:
-    """Read the header of a zstd frame, of which `head` has the first 18 bytes; None if it is none."""
+    """Return the header of a zstd frame, given its first 18 bytes; None if `head` is no such header."""
     if len(head) <= 5 or head[:4] != b"\x28\xb5\x2f\xfd":
         return None
     flags = head[4]
@@ -188,7 +188,7 @@ def decompressed(compressor: Any, stored: Array, size: int) -> Array:
 
 
 def inflate(stored: Array, wbits: int, size: int) -> bytes:
-    """Decompress gzip or zlib data (`wbits`), which should have `size` bytes. Raises `zlib.error`."""
+    """Return decompressed gzip or zlib data (`wbits`), about `size` bytes long. Raises `zlib.error`."""
     found: bytes = _inflater()(stored.data, wbits, size + 1)
     return found
 
@@ -239,7 +239,7 @@ class Fetched(NamedTuple):
     - `corner`: row and column of the first element of this part in the chunk.
     - `start`, `size`: the bytes of the chunk in the buffer. The size is 0 if the host must read it, and
       `NO_ROOM` if the buffer is full.
-    - `checksum`: whether a CRC (crc32c) of four bytes follows them.
+    - `checksum`: whether a CRC (crc32c) of four bytes follows these bytes.
     """
 
     rows: Range
@@ -250,13 +250,13 @@ class Fetched(NamedTuple):
     checksum: bool = False
 
     def counted_from(self, top: int, left: int) -> "Fetched":
-        """Count rows and columns from those of a block."""
+        """Return the same chunk with rows counted from `top`, and columns from `left`."""
         rows, cols = ((first - at, end - at) for (first, end), at in ((self.rows, top), (self.cols, left)))
         return self._replace(rows=rows, cols=cols)
 
 
 class FrameStream(NamedTuple):
-    """A stream: where it begins in its frame, its bytes, and those of its content. `raw`: stored as it is."""
+    """A stream: its offset in the frame, its stored size, its decoded size, and whether it is stored raw."""
 
     source: int
     size: int
@@ -267,8 +267,8 @@ class FrameStream(NamedTuple):
 class Frame(NamedTuple):
     """The streams of a chunk, in the order of their content.
 
-    A block of the chunk has `block` bytes, and consists of `split` streams. The last one, if it is shorter,
-    is one stream. `order` is PLAIN, BYTES or BITS.
+    A block of the chunk has `block` bytes, and consists of `split` streams. The last block, if it is shorter
+    than the others, is one stream. `order` is PLAIN, BYTES or BITS.
     """
 
     streams: list[FrameStream]
@@ -278,12 +278,12 @@ class Frame(NamedTuple):
 
 
 def index_of(slot: Array, chunks: int) -> list[tuple[int, int]]:
-    """Return where the frame of each chunk begins in a host slot, and its bytes, as a GPU wrote them."""
+    """Return the offset and size of each chunk's frame, from the index that a GPU wrote to a host slot."""
     return [(start, size) for start, size in slot[: 16 * chunks].view(np.uint64).reshape(chunks, 2).tolist()]
 
 
 def frame_of(stored: bytes, chunk: int, codec: Codec) -> Frame | None:
-    """Find the streams in the frame of a chunk of `chunk` bytes; None if a GPU does not decode it."""
+    """Return the streams in the frame of a chunk of `chunk` bytes; None if a GPU cannot decode the frame."""
     if codec.blosc:
         return _blosc_frame(stored, chunk, codec)
     head = zstd_header(stored)
@@ -314,7 +314,7 @@ def _blosc_frame(stored: bytes, chunk: int, codec: Codec) -> Frame | None:
 
 
 def _walk(stored: bytes, chunk: int, block: int, split: int) -> Iterator[FrameStream | None]:
-    """Yield the streams of the blocks of a blosc frame, and None when one is not within the frame."""
+    """Yield the streams of a blosc frame, block by block. At a stream that exceeds the frame, yield None."""
     for number, start in enumerate(range(0, chunk, block)):
         content = min(block, chunk - start)
         parts = split if content == block else 1
@@ -345,7 +345,7 @@ _CHECKSUM_PART = 1 << 20
 
 
 def unavailable(stated: Any) -> str:
-    """Return the compressor in blosc that metadata (JSON or a codec) states and numcodecs lacks, or ""."""
+    """Return the first compressor of blosc in metadata (JSON or a codec) that numcodecs lacks; "" if none."""
     if isinstance(stated, Mapping):
         name = stated.get("cname")
         if isinstance(name, str) and name not in _inside_blosc():
@@ -386,18 +386,18 @@ class Encoding:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether the decompressed bytes are a C-contiguous array in native byte order."""
+        """Whether the decompressed bytes are the elements of a C-contiguous array in native byte order."""
         return self.order == "C" and self.dtype.isnative
 
     def decode_bytes(self, size: int) -> int:
-        """Return the temporary memory of decoding a chunk of `size` bytes, without the destination."""
+        """Return the bytes of temporary memory to decode a chunk of `size` bytes, without the destination."""
         if self.compressor is None:
             return 0
         # bz2 and lzma decode parts of a chunk and then join them, so that the chunk is in memory twice.
         return size if self.compressor.codec_id in (*INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
-        """Return the temporary memory of encoding and writing a chunk of `size` bytes, without the input."""
+        """Return the bytes of temporary memory to encode and write a chunk of `size` bytes, without it."""
         # Every chunk needs a buffer for the content of its file. A compressed chunk needs two more: for the
         # elements in stored order, and for the output of the compressor.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
@@ -429,7 +429,7 @@ class Encoding:
     def decode_part(
         self, stored: Array, shape: tuple[int, int], wanted: tuple[slice, slice], out: Array
     ) -> None:
-        """Decode a chunk of shape `shape`, and copy its part `wanted` to `out`. Raises `ValueError`."""
+        """Decode a chunk of shape `shape`, and copy the part `wanted` to `out`. Raises `ValueError`."""
         into = out if out.shape == shape and out.flags.c_contiguous else None
         try:
             elements = self.decode(stored, shape, into)
@@ -441,9 +441,9 @@ class Encoding:
             np.copyto(out, elements[wanted], casting="equiv")
 
     def lines_of(self, shape: tuple[int, int], wanted: tuple[slice, slice]) -> tuple[int, int]:
-        """Return where the lines of an uncompressed chunk that contain a part begin and end, in bytes.
+        """Return the range of bytes of those lines of a raw chunk that contain a part.
 
-        Its rows are its lines, or its columns if it is stored in Fortran order.
+        A line is contiguous: a row of the chunk, or a column if the chunk is stored in Fortran order.
         """
         axis = self.order == "F"
         lines, line = wanted[axis], shape[1 - axis] * self.dtype.itemsize
@@ -452,7 +452,7 @@ class Encoding:
     def copy_lines(
         self, stored: Array, shape: tuple[int, int], wanted: tuple[slice, slice], out: Array
     ) -> None:
-        """Copy a part of an uncompressed chunk, given the bytes of the lines that contain it, to `out`."""
+        """Copy a part of a raw chunk to `out`. `stored` has the bytes of the lines that contain the part."""
         axis = self.order == "F"
         lines = stored.view(self.dtype).reshape(-1, shape[1 - axis])
         np.copyto(out.T if axis else out, lines[:, wanted[1 - axis]], casting="equiv")
@@ -460,8 +460,8 @@ class Encoding:
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
         """Encode a chunk. Return an array that begins with the stored bytes, and the number of these bytes.
 
-        `shape` is that of the chunk. Elements that `part`, those inside the matrix, lacks are `fill`. The
-        array is scratch memory of this thread, valid until the next call. Direct I/O can write it.
+        `shape` is the shape of the chunk. `part` has its elements inside the matrix; the others are `fill`.
+        The array is scratch memory of this thread, valid until the next call, and aligned for direct I/O.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place
@@ -505,7 +505,7 @@ def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | Non
 def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encoding | None:
     """Return the encoding that a chain of codecs of zarr format 3 describes; None for unknown codecs.
 
-    `dtype` is the dtype of the elements. Its byte order is ignored, since the codecs state that.
+    `dtype` is the dtype of the elements. Its byte order is ignored: the codecs state the byte order.
     """
     order: Literal["C", "F"] = "C"
     names = [codec["name"] for codec in codecs]
@@ -553,7 +553,7 @@ def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
 
 
 def add_checksum(memory: Array, size: int) -> int:
-    """Write the CRC of the first `size` bytes behind them. Return the bytes of both."""
+    """Write the CRC of the first `size` bytes behind these bytes. Return `size` plus the bytes of the CRC."""
     memory[size : size + CHECKSUM_BYTES] = np.frombuffer(_checksum(memory[:size]), np.uint8)
     return size + CHECKSUM_BYTES
 

@@ -31,9 +31,9 @@ _MOVES = (
     *("astype", "block", "broadcast_to", "concatenate", "getitem", "overlap", "rechunk", "repeat", "reshape"),
     *("squeeze", "stack", "swapaxes", "tile", "transpose", "trim"),
 )
-# The last part of messages: how to have the numbers as they are stored.
+# The last part of messages. It says how to use the stored numbers as they are.
 AS_STORED = "pass decode=False (--no-decode) to take the numbers as they are stored"
-# A block is searched for missing elements in parts of about this many elements.
+# A block is searched for missing elements part by part. A part has about this many elements.
 _SEARCHED = 64 << 10
 
 
@@ -42,8 +42,8 @@ class Declared:
     """What an array declares about its elements.
 
     Attributes:
-        scale, offset: an element stands for ``stored * scale + offset``. They are numbers, or what an
-            attribute states that is not one number.
+        scale, offset: an element stands for ``stored * scale + offset``. Each is a number, or the value of
+            the attribute if this value is not a single number.
         unsigned: whether stored integers are unsigned, although their dtype is signed.
         missing: stored numbers that stand for missing elements, in the array's dtype. NaN is left out, since
             it propagates.
@@ -55,7 +55,7 @@ class Declared:
     missing: tuple[Any, ...] = ()
 
     def joined(self, other: "Declared") -> "Declared":
-        """Return what an array declares that has elements of this array and of another one."""
+        """Return the declaration of an array whose elements come from two arrays, this one and `other`."""
         return Declared(
             other.scale if self.scale == 1 else self.scale,
             other.offset if self.offset == 0 else self.offset,
@@ -68,7 +68,7 @@ NOTHING = Declared()
 
 
 def of_attributes(attributes: Mapping[str, Any], dtype: np.dtype[Any], *codes: Any) -> Declared:
-    """Return what attributes declare about elements of a dtype. `codes` are further codes of missing ones."""
+    """Return what attributes declare about elements of `dtype`. `codes` also stand for missing elements."""
     stated = {
         name: _value(attributes, name) for name in ("scale_factor", "add_offset", "_Unsigned", *MISSING)
     }
@@ -92,7 +92,7 @@ def of_zarr(zarr_format: int, attributes: Mapping[str, Any], fill: Any, dtype: n
 
 
 def of_hdf5(dataset: Any) -> Declared:
-    """Return what an HDF5 dataset declares. In files of netCDF, it has a default fill value."""
+    """Return what an HDF5 dataset declares. A netCDF file also has a default code of missing elements."""
     dtype = dataset.dtype.newbyteorder("=")
     is_netcdf = dtype.kind == "f" and "_NCProperties" in dataset.file.attrs
     return of_attributes(dataset.attrs, dtype, *([DEFAULT_FILL] if is_netcdf else []))
@@ -120,7 +120,7 @@ def of_object(source: Any, dtype: np.dtype[Any]) -> Declared:  # noqa: PLR0911 -
 
 
 def _of_xarray(source: Any, dtype: np.dtype[Any]) -> Declared:
-    """Return what the array of a file declares that xarray wraps, unless it decodes the elements (`func`)."""
+    """Return the declaration of the array that xarray wraps; none if xarray decodes the elements (`func`)."""
     while package(source) == "xarray" and not hasattr(source, "func"):
         inner = source.get_array() if hasattr(source, "get_array") else getattr(source, "array", None)
         if inner is None:
@@ -130,7 +130,7 @@ def _of_xarray(source: Any, dtype: np.dtype[Any]) -> Declared:
 
 
 def _of_dask(source: Any, dtype: np.dtype[Any]) -> Declared:
-    """Return what the arrays that a dask array reads declare, unless it computes other numbers from them."""
+    """Return what the sources of a dask array declare; nothing if dask computes other numbers from them."""
     found, left, seen = NOTHING, [source.name], set[str]()
     graph = source.__dask_graph__()
     layers, needs = getattr(graph, "layers", {}), getattr(graph, "dependencies", {})
@@ -149,7 +149,7 @@ def _of_dask(source: Any, dtype: np.dtype[Any]) -> Declared:
 
 
 def _cast(source: Any, dtype: np.dtype[Any]) -> Declared:
-    """Return what an array declares whose elements are cast to a dtype, so that its codes are, too."""
+    """Return what `source` declares after a cast to a dtype: the codes of missing elements are cast, too."""
     stored = getattr(source.dtype, "numpy_dtype", source.dtype)
     try:
         found = of_object(source, np.dtype(stored).newbyteorder("="))
@@ -185,7 +185,10 @@ def _of_tensorstore(source: Any, dtype: np.dtype[Any]) -> Declared:
 
 
 def decoded(matrix: Matrix) -> Matrix:
-    """Return a view of an operand that refuses missing elements. Raises `InputError` if it is packed."""
+    """Return a view that refuses missing elements, or the matrix itself if it has no code for them.
+
+    Raises `InputError` if the numbers of the matrix are packed.
+    """
     found: Declared = getattr(matrix, "declared", NOTHING)
     if found == NOTHING:
         return matrix
@@ -194,12 +197,12 @@ def decoded(matrix: Matrix) -> Matrix:
 
 
 def check_unpacked(matrix: Matrix) -> None:
-    """Raise `InputError` if the elements of a matrix are other numbers than those that it stores."""
+    """Raise `InputError` if a matrix is packed: its elements are not the numbers that it stores."""
     refuse_packed(place_of(matrix), getattr(matrix, "declared", NOTHING))
 
 
 def refuse_packed(place: str, found: Declared) -> None:
-    """Raise `InputError` if an array declares other elements than the numbers that it stores."""
+    """Raise `InputError` if `found` declares that the numbers of the array at `place` are packed."""
     for attribute, value, neutral in (("scale_factor", found.scale, 1), ("add_offset", found.offset, 0)):
         if value != neutral:
             raise InputError(
@@ -219,20 +222,20 @@ def place_of(matrix: Matrix) -> str:
 
 
 def accepting(matrix: Matrix, code: float | None) -> Matrix:
-    """Return a matrix that may have elements of a code, since the caller replaces them."""
+    """Return a view of a matrix that accepts `code` in its elements. The caller replaces these elements."""
     return matrix.accepting(code) if isinstance(matrix, CompleteMatrix) and code is not None else matrix
 
 
 class CompleteMatrix(View):
-    """A read-only view of a matrix in which no element may be missing: to read a missing one is an error."""
+    """A read-only view of a matrix. Reading a missing element from the view raises an error."""
 
     def __init__(self, matrix: Matrix, missing: tuple[Any, ...]) -> None:
-        """View a matrix. `missing` are the numbers, of its dtype, that stand for missing elements."""
+        """View a matrix. The numbers in `missing`, which have its dtype, stand for missing elements."""
         super().__init__(matrix)
         self.shape, self.layout, self.missing = matrix.shape, matrix.layout, missing
 
     def accepting(self, code: float) -> Matrix:
-        """Return the matrix, in which elements of `code` are numbers like any other."""
+        """Return a view of the same matrix in which `code` does not stand for missing elements."""
         left = tuple(value for value in self.missing if value != code)
         return CompleteMatrix(self._matrix, left) if left else self._matrix
 
@@ -264,7 +267,7 @@ def _value(attributes: Mapping[str, Any], name: str) -> Any:
 
 
 def _unless(neutral: int, stated: Any) -> Any:
-    """Return what an attribute states, or `neutral` if it states nothing, or a number that equals it."""
+    """Return the value of an attribute; `neutral` if it has none, or a number that equals `neutral`."""
     numbers = list(_numbers(stated))
     if stated is None or (numbers and all(number == neutral for number in numbers)):
         return neutral
@@ -272,7 +275,7 @@ def _unless(neutral: int, stated: Any) -> Any:
 
 
 def _codes(stated: Any, dtype: np.dtype[Any]) -> Iterator[Any]:
-    """Yield the elements of a dtype that an attribute or a fill value states, without NaN."""
+    """Yield the values of an attribute, or a fill value, as elements of `dtype`. NaN is left out."""
     numbers = list(_numbers(stated))
     if dtype.kind == "c" and isinstance(stated, list | tuple) and len(numbers) == 2:
         numbers = [complex(*numbers)]  # as JSON states complex numbers
@@ -306,7 +309,7 @@ def _numbers(stated: Any) -> Iterator[Any]:
 
 
 def _from_text(text: str) -> float | None:
-    """Return the number in a text: in decimals, or as xarray writes it in zarr format 3, in base64."""
+    """Return the number in a text: a decimal, or the base64 that xarray writes in zarr format 3."""
     with suppress(ValueError):
         return float(text)
     with suppress(ValueError, binascii.Error, struct.error):
@@ -316,7 +319,7 @@ def _from_text(text: str) -> float | None:
 
 
 def _text(stated: Any) -> str:
-    """Return the value of an attribute as text, also if it is bytes or an array with one element."""
+    """Return the value of an attribute as text. The value may be bytes, or an array with one element."""
     if isinstance(stated, Iterable) and not isinstance(stated, str | bytes):
         stated = next(iter(np.asarray(stated).ravel().tolist()), "")
     return stated.decode("ascii", "replace") if isinstance(stated, bytes) else str(stated)

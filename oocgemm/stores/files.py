@@ -1,22 +1,22 @@
 """Open, read, map and write local files.
 
 *Opening.* Only regular files are opened, so that no open or read waits for another process. A file of an
-array may be a symbolic link, since some tools store all files that way. What it leads to must be a regular
-file, and none of /proc or /sys: an array from elsewhere could have a link to the environment of this process.
-In a job of the service it must also lie below the same root as the link (`confine`).
+array may be a symbolic link, since some tools store all files that way. The target of a link must be a
+regular file, and must not be in /proc or /sys: an array from elsewhere could have a link to the environment
+of this process. In a job of the service, the target must also be below the same root as the link (`confine`).
 
 *Reading.* Large reads choose the fastest way. Data that is in the page cache is read from there: on a few
 cores by copying from a mapping, on many by preadv, since each unmapping interrupts all cores. Other data can
 be read past the page cache by direct I/O, because filling the page cache can take more processor time than
 the disk needs to deliver the data. In a virtual machine with an H200 and 16 cores, twelve threads copied 26
-GB/s from mappings into pinned memory while a GPU copied from there. preadv alone gave 41 GB/s.
+GB/s from mappings into pinned memory while a GPU copied from that memory. With preadv, they copied 41 GB/s.
 
-*Page cache.* Compiled code reads what the page cache contains of uncompressed chunks, without the GIL: one
-call reads a block of any number of chunks (`CachedChunks`), of files that are as large as they should be.
-Everything else is left to the caller.
+*Page cache.* Compiled code reads uncompressed chunks from the page cache, without the GIL: one call reads a
+block of any number of chunks (`CachedChunks`). The call skips chunks that are not in the page cache, and
+files that do not have the expected size. The caller must read these.
 
-*Writing.* Files are written by direct I/O where the memory and the file system allow it. It takes less
-processor time than writes to the page cache, and leaves the page cache to other data. Files are flushed
+*Writing.* Files are written by direct I/O where the memory and the file system allow it. Direct I/O takes
+less processor time than writes to the page cache, and leaves the page cache to other data. Files are flushed
 (`sync_files`), and fingerprinted by size and modification time, to notice later changes.
 """
 
@@ -51,7 +51,7 @@ from oocgemm.system.resources import memory_limit
 SLOW, MAX_SLOW = 0.2e-3, 8
 # The open(2) flags of every file. O_NONBLOCK has no effect on regular files, and opens a named pipe at once.
 FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
-# The file systems whose files are made by the kernel.
+# The mount points of file systems whose files the kernel generates.
 PSEUDO = ("/proc", "/sys")
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -64,14 +64,14 @@ _roots: list[str] = []
 
 
 class RefusedFileError(PermissionError):
-    """Raised for a file that exists and is not opened: see the module."""
+    """Raised for an existing file that this module refuses to open. The module docstring says why."""
 
 
 def confine(roots: Iterable[str]) -> None:
-    """Refuse, in this process from now on, files below one of these folders that are links out of it."""
+    """From now on, refuse to open any link below one of these folders that leads out of the folder."""
     _roots[:] = roots
     if (library := compiled()) is not None:
-        library.ooc_refuse_links(bool(_roots))  # it leaves them to this module
+        library.ooc_refuse_links(bool(_roots))  # compiled code then leaves links to this module
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -87,13 +87,13 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise `RefusedFileError` or `IsADirectoryError` for what another library shall not open."""
+    """Raise `RefusedFileError` or `IsADirectoryError` if a path must not be passed to another library."""
     try:
         os.close(open_regular(path))
     except (RefusedFileError, IsADirectoryError):
         raise
     except OSError:
-        pass  # the library says what is wrong
+        pass  # the other library's error says what is wrong
 
 
 def read_regular(path: str | Path) -> bytes:
@@ -159,9 +159,9 @@ def _check(descriptor: int, mode: int, device: int, path: str | Path) -> None:
 
 
 def _error(number: int, path: str | Path) -> OSError:
-    if number == errno.ENXIO:  # of a socket; of a named pipe that is opened for writing
+    if number == errno.ENXIO:  # the path is a socket, or a named pipe that is opened for writing
         return RefusedFileError(errno.EACCES, "it is a socket, not a regular file: replace it", str(path))
-    if number == errno.ENOENT and os.path.islink(path):  # it does not stand for a chunk of fill values
+    if number == errno.ENOENT and os.path.islink(path):  # which is not a missing chunk
         why = f"it is a symbolic link to {os.readlink(path)}, which does not exist: fetch that file"
         return RefusedFileError(errno.EACCES, why, str(path))
     return OSError(number, os.strerror(number), str(path))
@@ -174,17 +174,17 @@ def _refuse(descriptor: int, path: str | Path, why: str) -> None:
 
 @cache
 def _pseudo_devices() -> frozenset[int]:
-    """Return the device numbers of the file systems `PSEUDO`. The one of / is none of them."""
+    """Return the device numbers of those file systems of `PSEUDO` that are mounted."""
     found = {os.stat(place).st_dev for place in PSEUDO if os.path.ismount(place)}
     return frozenset(found)
 
 
-# Of linux/stat.h: the flags and the structure of statx(2), which is the same on all architectures.
+# The flags and the structure of statx(2), from linux/stat.h. The structure is the same on all architectures.
 _EMPTY_PATH, _BASIC = 0x1000, 0x7FF
 
 
 class _Status(ctypes.Structure):
-    """`struct statx`, as far as it is used."""
+    """`struct statx`. Only the fields that are used have names."""
 
     _fields_ = (
         ("_", ctypes.c_uint8 * 28),
@@ -249,7 +249,7 @@ _of_thread = threading.local()
 
 
 def scratch(size: int, use: str = "scratch") -> Array:
-    """Return `size` bytes, page-aligned, which the thread gets again for the next call with this `use`."""
+    """Return `size` page-aligned bytes. The thread's next call with this `use` returns the same memory."""
     buffer: Array | None = getattr(_of_thread, use, None)
     if buffer is None or buffer.size < size:
         buffer = None
@@ -300,7 +300,7 @@ class OpenFile:
         return np.frombuffer(view, np.uint8, length, before)
 
     def cached(self, offsets: list[int]) -> bool:
-        """Return whether the page cache has the pages at all these ascending offsets; True if unknown."""
+        """Return whether the page cache has the pages at all ascending `offsets`; True if that is unknown."""
         if _mincore is None or offsets[-1] >= self.size:
             return True
         view, before = self._map(offsets[0], offsets[-1] + 1 - offsets[0])
@@ -308,7 +308,7 @@ class OpenFile:
         return all(_is_resident(start + offset, on_error=False) for offset in offsets)
 
     def _map(self, offset: int, length: int) -> tuple[mmap.mmap, int]:
-        """Map a part of the file. Return the mapping, which begins at a page, and the part's place in it."""
+        """Map a part of the file. Return the mapping, which begins at a page, and the part's offset there."""
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             view = mmap.mmap(self.descriptor, offset + length - start, prot=mmap.PROT_READ, offset=start)
@@ -338,7 +338,7 @@ class OpenFile:
                 return
         rows = segments(out)
         if large and not maps:
-            # Another thread reads the next bytes. If this one read them ahead, both would have to wait.
+            # Another thread reads the next bytes. Readahead of the same bytes would make both threads wait.
             Opener.without_readahead(self.descriptor)
         if past_cache and large:
             flags = _RWF_DONTCACHE
@@ -355,7 +355,7 @@ class OpenFile:
 
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
         """Fill rows by direct I/O. Return the number of bytes read."""
-        # After an error, the caller reads all through the page cache. Another error occurs again there.
+        # After an error, the caller reads everything through the page cache. A lasting error recurs there.
         with suppress(OSError), os.fdopen(open_regular(self.path, os.O_RDONLY | O_DIRECT), "rb", 0) as file:
             return _fill(file.fileno(), rows, offset)
         return 0
@@ -421,7 +421,7 @@ def segments(data: Array) -> list[Array]:
 
 
 def _sectors(rows: list[Array]) -> list[Array]:
-    """Return the rows, all alike, that direct I/O can fill or write, a single one cut to sectors; or []."""
+    """Return the rows that direct I/O can transfer: all, or none. A single row is cut to whole sectors."""
     if rows[0].ctypes.data % SECTOR:
         return []
     if len(rows) == 1:
@@ -432,14 +432,14 @@ def _sectors(rows: list[Array]) -> list[Array]:
 
 
 def rest_of(rows: list[Array], done: int) -> list[Any]:
-    """Return the buffers for the next preadv or pwritev of rows of equal length, after `done` bytes."""
+    """Return the buffers for the next preadv or pwritev, after `done` bytes. All rows have equal length."""
     whole, part = divmod(done, rows[0].nbytes)
     rest = rows[whole : whole + SEGMENTS]
     return [rest[0][part:], *rest[1:]] if part else rest
 
 
 def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags: int = 0) -> int:
-    """Fill rows of equal length, but for the first `done` bytes, from a file. Return how many are filled."""
+    """Fill rows of equal length, whose first `done` bytes are filled. Return the number of filled bytes."""
     total = len(rows) * rows[0].nbytes
     while done < total:
         got = os.preadv(descriptor, rest_of(rows, done), offset + done, flags)
@@ -456,7 +456,7 @@ def read_fully(descriptor: int, buffer: Any, offset: int) -> None:
 
 
 def write_fully(descriptor: int, data: Array, offset: int = 0) -> None:
-    """Write the bytes of an array, whose rows must be contiguous, at an offset of a file."""
+    """Write the bytes of an array at an offset of a file. Each row of the array must be contiguous."""
     rows, done = segments(data), 0
     while done < data.nbytes:
         done += os.pwritev(descriptor, rest_of(rows, done), offset + done)
@@ -485,7 +485,7 @@ def publish(path: Path, data: Array, size: int, root: Path) -> None:
     """Create or replace the file at `path` with the first `size` bytes of the rows of `data`, atomically.
 
     Missing folders between `root` and the file are created. Raises `FileNotFoundError` if `root` does not
-    exist: who removed it does not want the file.
+    exist: a user who deleted that folder does not want the file.
     """
     _make_folder(path.parent, root)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
@@ -499,11 +499,11 @@ def publish(path: Path, data: Array, size: int, root: Path) -> None:
 
 
 def overwrite(path: Path, data: Array) -> bool:
-    """Overwrite a file of the size of `data` in place, by direct I/O. Return whether that was possible."""
+    """Overwrite a file in place by direct I/O, if it has the size of `data`. Return whether that worked."""
     if not O_DIRECT or not sector_aligned(data):
         return False
-    with suppress(OSError):  # the caller's own way to write may raise it again
-        # O_NONBLOCK: not to wait for the reader of a named pipe
+    with suppress(OSError):  # the caller then writes in another way; a lasting error recurs there
+        # O_NONBLOCK: do not wait until another process opens a named pipe for reading.
         descriptor = os.open(path, os.O_WRONLY | O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
@@ -517,7 +517,7 @@ def overwrite(path: Path, data: Array) -> bool:
 
 
 def _make_folder(folder: Path, root: Path) -> None:
-    """Create a folder and its parents below `root`. Raises `FileNotFoundError` if there is no `root`."""
+    """Create a folder and its parents below `root`. Raises `FileNotFoundError` if `root` is missing."""
     if folder == root:
         return
     try:
@@ -547,11 +547,11 @@ def _write(path: Path, data: Array, size: int) -> None:
                 raise
 
 
-# The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly
-# spread ones, since reading the status of every file would take too long.
+# The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers a sample
+# of evenly spread files, since reading the status of every file would take too long.
 MAX_FINGERPRINTED = 10_000
-# More than MIN_SYNCED files and folders are flushed by up to MAX_SYNCED threads. Fewer are flushed before the
-# threads have started.
+# More than MIN_SYNCED files and folders are flushed by up to MAX_SYNCED threads. To flush fewer takes less
+# time than to start the threads.
 MIN_SYNCED, MAX_SYNCED = 12, 16
 
 
@@ -569,10 +569,10 @@ def sync_files(root: Path, names: Collection[str], *, contents: bool = True) -> 
         with suppress(FileNotFoundError):  # zarr need not store a chunk of fill values
             sync_path(path)
 
-    # Many are flushed at the same time: the system then joins their requests to the disk to write out its
-    # cache. Each of these takes milliseconds, and delays writes of other blocks.
+    # Flush many files at the same time. The system then merges the requests to the disk to write out its
+    # cache. Each such request takes milliseconds, and delays writes of other blocks.
     if len(paths) > MIN_SYNCED:
-        # If the system refuses a thread, this one flushes all.
+        # If the system cannot start a thread, the calling thread flushes all files.
         with suppress(RuntimeError), ThreadPoolExecutor(MAX_SYNCED, "oocgemm-sync") as pool:
             deque(pool.map(sync, paths), maxlen=0)  # raises the first error
             return
@@ -581,7 +581,7 @@ def sync_files(root: Path, names: Collection[str], *, contents: bool = True) -> 
 
 
 def sync_path(path: Path) -> None:
-    """Flush the content of a file, or the entries of a folder. Raises `OSError`, which names it."""
+    """Flush the content of a file, or the entries of a folder. Raises an `OSError` with the path."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -623,14 +623,14 @@ def _digests(content: bytes, changes: bytes) -> dict[str, str]:
 
 # `OOC_STATUS_BYTES` of `kernels/host/chunks.h`.
 STATUS_BYTES = 48
-# A thread reads the statuses of at least this many files, which takes 1 to 2 ms.
+# Each thread reads the status of at least this many files. To read as many takes 1 to 2 ms.
 MIN_FILES = 512
 
 
 def chunk_fingerprints(
     folder: Path, key: Callable[[tuple[int, int]], str], grid: tuple[int, int]
 ) -> dict[str, str]:
-    """Return the `fingerprints` of the files, named by `key`, of a grid of chunks, or of a sample."""
+    """Return the `fingerprints` of the files of all chunks, or of a sample. `key` returns a file's name."""
     library, parts, count = compiled(), name_parts(key), grid[0] * grid[1]
     chosen = range(0, count, max(1, -(-count // MAX_FINGERPRINTED)))
     if library is None or parts is None:
@@ -646,7 +646,7 @@ def chunk_fingerprints(
     threads = min(len(os.sched_getaffinity(0)), len(chosen) // MIN_FILES)
     if threads > 1:
         each = -(-len(chosen) // threads)
-        # If no thread can be started, this one does all.
+        # If the system cannot start a thread, the calling thread does all the work.
         with suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:
             found = pool.map(statuses, (chosen[at : at + each] for at in range(0, len(chosen), each)))
             content, changes = (b"".join(texts) for texts in zip(*found, strict=True))
@@ -656,10 +656,11 @@ def chunk_fingerprints(
 
 # About this many places are checked to estimate whether the page cache contains a block or a file.
 SAMPLES = 8
-# Rows of a chunk that are not adjacent in the block are read many at a time, by one system call, if each has
-# at least this many bytes. Shorter ones are read into a buffer first. In a virtual machine with an H100 and
-# 16 cores, 12 threads read rows of 1 KiB at 55 GB/s without the buffer, and at 42 GB/s with it. A thread on
-# two Zen 5 cores read them at 5 and 8 GB/s, and rows of 16 KiB at 7 and 8 GB/s.
+# Rows of a chunk that are not adjacent in the block are read straight into the block, many by one system
+# call, if each has at least this many bytes. Shorter rows are read into a buffer first. In a virtual machine
+# with an H100 and 16 cores, 12 threads read rows of 1 KiB at 55 GB/s without the buffer, and at 42 GB/s with
+# it. On two Zen 5 cores, a thread read such rows at 5 GB/s without the buffer, and at 8 GB/s with it, and
+# rows of 16 KiB at 7 and 8 GB/s.
 MIN_SCATTERED_ON_MANY_CORES, MIN_SCATTERED = 512, 32 << 10
 _Int = ctypes.c_int64
 
@@ -684,12 +685,12 @@ class _Area(ctypes.Structure):
 
 
 class CachedChunks:
-    """The chunks of a matrix, row by row, whose stored bytes are those of their elements.
+    """The chunks of a matrix that compiled code can read: their stored bytes are their elements, row by row.
 
     Attributes:
         address: of the `struct ooc_chunks`, for compiled code that reads blocks itself.
-        incomplete: whether that could not read a block, because of a missing chunk, for example. Further
-            blocks are likely to have such chunks, too. So Python reads them, with `read`.
+        incomplete: whether compiled code could not read a block, for example because a chunk is missing.
+            Further blocks are likely to have such chunks, too. So Python reads these blocks, with `read`.
     """
 
     def __init__(
@@ -706,12 +707,13 @@ class CachedChunks:
         """Describe where the chunks are.
 
         Args:
-            path: of the file with all chunks, or with `separator` the beginning of the paths of their files.
-            separator: between the chunk's numbers in the grid, with which these paths end.
-            chunk, itemsize: its rows and columns, and the bytes of an element.
-            size: bytes of a chunk's file, or the least bytes of the one file.
+            path: the path of the single file with all chunks; or, with `separator`, the beginning of the path
+                of each chunk's file, which ends with the chunk's row and column in the grid.
+            separator: the text between this row and this column; None for a single file.
+            chunk, itemsize: rows and columns of a chunk, and the bytes of an element.
+            size: the size of a chunk's file in bytes, or the minimum size of the single file.
             offset: the first byte of a chunk in its file.
-            offsets: those of all chunks of the grid in the one file; negative for missing ones.
+            offsets: the first byte of each chunk of the grid in the single file; negative if it is missing.
         """
         self._chunk, self.itemsize = chunk, itemsize
         across = 0 if offsets is None else offsets.shape[1]
@@ -726,7 +728,7 @@ class CachedChunks:
         self.incomplete = False
 
     def read(self, rows: Range, cols: Range, out: Array) -> list[int] | None:
-        """Read a block. Return which chunks, counted row by row, were not read; None: all, by Python."""
+        """Read a block. Return the numbers, row by row, of unread chunks; None if no chunk was read."""
         library = compiled()
         if library is None or out.strides[1] != self.itemsize or not out.size:
             return None
@@ -739,7 +741,7 @@ class CachedChunks:
 
 
 class CachedBlock(NamedTuple):
-    """A block that begins at a row and a column of a matrix, whose chunks the page cache seems to contain."""
+    """A block that begins at `row` and `column` of a matrix. The page cache seems to contain its chunks."""
 
     chunks: CachedChunks
     row: int
@@ -752,25 +754,25 @@ class CachedBlock(NamedTuple):
 
 
 def in_page_cache(path: str | Path, offsets: Sequence[int]) -> bool:
-    """Return whether the page cache seems to contain a file, by pages at some of these ascending offsets."""
+    """Return whether the page cache seems to contain a file. Checks some of the ascending `offsets`."""
     chosen = offsets[:: max(1, len(offsets) // SAMPLES)]
     try:
         with OpenFile(path) as file:
             return file.cached(list(chosen))
     except (OSError, EOFError):
-        return False  # a read of the file will say what is wrong
+        return False  # a read of the file raises an error that says what is wrong
 
 
 def chunk_files(
     root: Path, key: Callable[[tuple[int, int]], str], chunk: tuple[int, int], itemsize: int
 ) -> CachedChunks | None:
-    """Return the chunks of a zarr array whose files have the names `key`; None for other kinds of names."""
+    """Return the chunks of a zarr array whose files `key` names; None if their naming is not supported."""
     parts, size = name_parts(key), chunk[0] * chunk[1] * itemsize
     return parts and CachedChunks(f"{root}/{parts[0]}", parts[1], chunk, itemsize, size)
 
 
 def name_parts(key: Callable[[tuple[int, int]], str]) -> tuple[str, str] | None:
-    """Return what is before and between the numbers of a chunk in the names `key`; None for other names."""
+    """Return the texts before and between a chunk's row and column in its file name; None for other names."""
     before, _, rest = key((1, 2)).partition("1")
     separator, _, after = rest.partition("2")
     alike = not after and key((30, 456)) == f"{before}30{separator}456"

@@ -56,7 +56,7 @@ def check_new_format(name: str, path: str) -> None:
 
 
 def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError | None:
-    """Return the error for a file that is neither zarr nor .npy, with the remedy; None if it is no file."""
+    """Return the error, with a remedy, for a file that is neither zarr nor .npy; None if there is no file."""
     if "://" in path or not os.path.isfile(path):
         return None
     kind = format_of(path)
@@ -72,7 +72,7 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
 
 
 def check_found(name: str, path: str) -> None:
-    """Raise `NotFoundError` if nothing is at a local path, `InputError` if it may not be looked up."""
+    """Raise `NotFoundError` if nothing is at a local path, `InputError` if access to the path is denied."""
     try:
         if "://" in path or os.stat(path):
             return
@@ -90,7 +90,7 @@ def check_found(name: str, path: str) -> None:
 
 
 def not_readable(name: str, error: OSError) -> InputError:
-    """Return the error for an operand of which a file exists that may not be read."""
+    """Return the error for an operand that has a file which this process may not read."""
     why = error.strerror or "permission denied"
     if why == os.strerror(errno.EACCES):
         why = "permission denied: make it readable to this user, and the folders that lead to it searchable"
@@ -98,7 +98,7 @@ def not_readable(name: str, error: OSError) -> InputError:
 
 
 def check_url_format(name: str, url: str) -> None:
-    """Raise `InputError` if the suffix of a URL is that of a format that only local files may have."""
+    """Raise `InputError` if the suffix of a URL denotes a format that is only read from local files."""
     kind = "a .npy file" if url.endswith(".npy") else format_of(url)
     if kind:
         raise InputError(
@@ -117,7 +117,7 @@ def missing_client(name: str, path: str, error: ImportError) -> InputError:
 
 
 class UnsupportedError(InputError):
-    """Raised for operands whose dtypes cannot be multiplied, with the commands that convert them.
+    """Raised for operands whose dtypes cannot be multiplied. The message has commands that convert them.
 
     Attributes:
         stored: the operands.
@@ -199,7 +199,7 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
 
 
 def conversion(name: str, store: str, path: str | None, dtype: str, missing: tuple[Any, ...] = ()) -> str:
-    """Return the remedy "convert X by ...": a shell command for a path, Python code for an object."""
+    """Return the remedy "convert X by ...", with a shell command for a path, or Python code for an object."""
     if path is None or path.startswith("memory:"):
         line = f'{name} = numpy.asarray({name}[:], "{dtype}")'
         if store in ("dask", "xarray"):
@@ -253,8 +253,8 @@ def _conversion_from_hdf5(name: str, path: str, dtype: str, kept: str) -> str:
 def dense_conversion(name: str, group: Any, opened: str, stem: str) -> str:
     """Return the remedy for a sparse matrix in a group, as AnnData stores it: a command that makes it dense.
 
-    The command reads 1024 rows or columns at a time. `opened` is Python code that imports a package and opens
-    the group, `stem` that of the path of the new array.
+    The command reads 1024 rows or columns at a time. `opened` is Python code that opens the group. `stem` is
+    the path of the new array without its last part, "-dense.zarr".
     """
     stated = {
         key: group.attrs.get(key) for key in ("encoding-type", "h5sparse_format", "shape", "h5sparse_shape")
@@ -304,7 +304,7 @@ def _remedy(path: str) -> str:
 
 
 def _first_array(path: str) -> str:
-    """Return the name of the first array in a .npz archive, or "arr_0", that of a single array."""
+    """Return the name of the first array in a .npz archive; NumPy's default "arr_0" if it is unreadable."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()[0].removesuffix(".npy")

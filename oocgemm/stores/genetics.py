@@ -69,21 +69,22 @@ from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import StoredLines, read_block, scratch_bytes
 from oocgemm.stores.npy import NpyFiles, NpyMatrix, in_new_file
 
-# What a caller may pass: a text such as "1-22,X", a number, or several of them.
+# The chromosomes that a caller may pass: a text such as "1-22,X", a number, or a sequence of both.
 Chromosomes = str | int | Sequence[str | int]
 
 AUTOSOMES, LAST_AUTOSOME, LAST_OF_HUMANS = "autosomes", 22, 26
 ALL, UNPLACED = "all", "0"
 _NUMBERS = {"X": "23", "Y": "24", "XY": "25", "MT": "26"}
 _SYNONYMS = {"M": "MT", "PAR1": "XY", "PAR2": "XY"}
-# Names that a message shows, at most.
+# Maximum number of names that a message shows.
 _SHOWN = 12
 
 
 def on_chromosomes(path: Path, given: Chromosomes | None) -> Array:
     """Return whether each variant of a .bed file is on one of the given chromosomes. Raises `InputError`.
 
-    None: the autosomes, or all if the .bim file names no chromosome, but has 0 in each line.
+    If `given` is None, the chromosomes are the autosomes. If the .bim file has 0, for an unknown chromosome,
+    in each line, they are all chromosomes.
     """
     place = path.with_suffix(".bim")
     names, inverse = np.unique(_first_words(place), return_inverse=True)
@@ -128,7 +129,7 @@ def _matching(entry: str, known: Sequence[str], *, human: bool) -> list[bool]:
 
 
 def _entries(given: Chromosomes) -> Iterable[str]:
-    """Return the names and ranges that a caller passed. Raises `InputError` for anything else."""
+    """Return the names and ranges in `given`. Raises `InputError` if it has anything else."""
     parts = [given] if isinstance(given, str | int | np.integer) else given
     found = list[str]()
     if isinstance(parts, Iterable):
@@ -167,7 +168,7 @@ def _numbered(code: str) -> str:
 
 
 SUFFIX = ".bed"
-# Files beside a .bed file, with the same name but for the suffix, and what each of their lines describes.
+# Files beside a .bed file, which differ from its name in the suffix, and what each of their lines describes.
 COMPANIONS = {".fam": "individual", ".bim": "variant"}
 # Elements by their two bits, the high one first.
 ELEMENTS = (2, MISSING, 1, 0)
@@ -277,7 +278,7 @@ def is_bed(path: str) -> bool:
 
 
 def open_bed(name: str, path: Path) -> BedMatrix:
-    """Open a .bed file. Raises `InputError` if it or a file beside it is missing, or does not fit."""
+    """Open a .bed file. Raises `InputError` if it, .bim or .fam is missing, or if their sizes do not match."""
     check_found(name, str(path))
     individuals, variants = (_count_lines(name, path, suffix) for suffix in COMPANIONS)
     try:
@@ -343,7 +344,7 @@ def _count_lines(name: str, path: Path, suffix: str) -> int:
 
 
 def _decoded(raw: Array) -> Array:
-    """Return the elements in bytes of a file, four per byte. An odd last byte is ignored."""
+    """Return the elements in an array of bytes of a file, four per byte. An odd last byte is ignored."""
     pairs = raw[: len(raw) // 2 * 2].view("<u2")
     elements = np.empty(len(pairs), np.uint64)
     # With another mode, NumPy would check the indices and buffer the result.
@@ -361,12 +362,12 @@ def _elements_of_pairs() -> Array:
 
 GRM_SUFFIX, COUNTS = ".grm.bin", ".grm.N.bin"
 _STORED = np.dtype("<f4")
-# Elements of X.grm.N.bin that are written at a time.
+# Number of elements of X.grm.N.bin that are written at a time.
 _BATCH = 1 << 18
 
 
 class GrmFiles(NpyFiles):
-    """Open and create .grm.bin files, which have the lower triangle of a Gram matrix, as .npy files are."""
+    """Open and create .grm.bin files, which store the lower triangle of a Gram matrix."""
 
     kind = "a .grm.bin file"
     default_uplo = "lower"
@@ -397,7 +398,7 @@ class GrmFiles(NpyFiles):
         return GrmMatrix(name, path, extent, place)
 
     def check_dtype(self, name: str, path: str, dtype: str) -> None:
-        """Leave that to `new_layout`."""
+        """Do nothing: `new_layout` checks the dtype."""
 
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
@@ -423,9 +424,9 @@ class GrmFiles(NpyFiles):
 
 
 class GrmMatrix(NpyMatrix):
-    """The symmetric matrix in a .grm.bin file. Elements above the diagonal are read from below, not written.
+    """The symmetric matrix in a .grm.bin file, which stores no elements above the diagonal.
 
-    A new file is written in the folder of the journal first. `place` is its final path then.
+    A new file is first written in the folder of the journal. Then `place` is its final path.
     """
 
     def __init__(self, name: str, path: Path, extent: int, place: Path | None = None) -> None:
@@ -443,11 +444,11 @@ class GrmMatrix(NpyMatrix):
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         with OpenFile(self._path, self._opener) as file:
             self._check_length(file.size)
-            for i in range(*rows):  # the elements on and below the diagonal
+            for i in range(*rows):  # elements on and below the diagonal
                 stop = min(cols[1], i + 1)
                 if stop > cols[0]:
                     out[i - rows[0], : stop - cols[0]] = _read(file.descriptor, i, (cols[0], stop))
-            for j in range(max(cols[0], rows[0] + 1), cols[1]):  # those above it
+            for j in range(max(cols[0], rows[0] + 1), cols[1]):  # elements above it
                 stop = min(rows[1], j)
                 out[: stop - rows[0], j - cols[0]] = _read(file.descriptor, j, (rows[0], stop))
 
@@ -532,7 +533,7 @@ def _bytes(extent: int) -> int:
 
 
 def _read(descriptor: int, i: int, part: Range) -> Array:
-    """Return elements of row `i` on or below the diagonal. Raises `EOFError` if the file is too short."""
+    """Return the elements `part` of row `i`, on or below the diagonal. Raises `EOFError` for a short file."""
     line = np.empty(part[1] - part[0], _STORED)
     read_fully(descriptor, line.view(np.uint8), _offset(i, part[0]))
     return line

@@ -55,7 +55,7 @@ def has_signature(path: str) -> bool:
 
 
 class HDF5Files(Store):
-    """Open HDF5 datasets, read-only: those of h5ad, netCDF4 and MATLAB 7.3 files too.
+    """Open HDF5 datasets, read-only. The files of h5ad, netCDF4 and MATLAB 7.3 are HDF5 files, too.
 
     A path belongs to this store if it is an address or leads to an HDF5 file. In the second case `open`
     raises an error that lists the datasets of the file.

@@ -1,12 +1,13 @@
-"""Read HDF5 datasets, whose chunks are read by their offsets in the file, without HDF5.
+"""Read HDF5 datasets chunk by chunk, by the offsets of the chunks in the file, without HDF5.
 
 HDF5 lists all chunks by one call. Versions up to 2.0 list wrong coordinates for a dataset whose only
 unlimited axis is the second one, and some versions list addresses relative to the end of a user block. So the
-list is compared with where HDF5 itself reads chunks that are asked for by their coordinates: the file is
-opened a second time through `_Observed`, which sees each read.
+list is verified: HDF5 reads some chunks by their coordinates, through the file object `_Observed`, which
+notes whether HDF5 reads the bytes that the list states.
 
-A run of chunks that are adjacent in the file, and in a row of the grid, is read by one system call and copied
-by one call of NumPy, up to `BATCH_BYTES`. So small chunks, the default of h5py, cost few calls each.
+Chunks that are adjacent in the file and in a row of the grid form a run of up to `BATCH_BYTES`. A run is read
+by one system call and copied by one call of NumPy, so that many small chunks, the default of h5py, take few
+calls.
 """
 
 import io
@@ -40,13 +41,13 @@ from oocgemm.stores.formats import MARK
 from oocgemm.stores.hdf5_filters import Pipeline
 from oocgemm.stores.lines import StoredLines, read_part, scratch_bytes
 
-# At most this many chunks, chosen at random, are compared. A list that permutes chunks has some in their
-# places, at most half of them.
+# At most this many chunks, chosen at random, are verified. In a list that permutes the chunks, at most half
+# of the chunks have their right places.
 COMPARED = 64
 # The index of a dataset may have this many chunks in any file, and more in a file with at least
 # `BYTES_PER_CHUNK` bytes on the disk for each of them. A sparse file could otherwise demand any memory.
 MIN_CHUNKS, MAX_CHUNKS, BYTES_PER_CHUNK = 1 << 20, 1 << 24, 512
-# Entries that are listed before they are packed.
+# Number of listed entries after which they are packed into arrays.
 _LISTED = 1 << 16
 
 
@@ -97,14 +98,14 @@ class Index:
         return i, j
 
     def stored(self, i: int, first: int, last: int) -> range:
-        """Return which entries are stored chunks in row i of the grid, in the columns from first to last."""
+        """Return the entries of the stored chunks in row i of the grid, in columns `first` to `last` - 1."""
         ends = np.asarray([first, last], np.int64) + i * self.grid[1]
         start, stop = np.searchsorted(self.numbers, ends).tolist()
         return range(start, stop)
 
 
 def listed(found: "h5py.Dataset", path: str) -> tuple[Index, str]:
-    """Return where the stored chunks of a dataset are, and ""; or an empty index, and why that is unknown."""
+    """Return the index of a dataset's chunks and ""; or an empty index and the reason why it is unknown."""
     (height, width), grid = found.chunks, _grid(found)
     nothing = Index(grid, *(np.zeros(0, dtype) for dtype in ("i8", "i8", "i8", "u4")))
     if 0 in grid:
@@ -160,7 +161,7 @@ def _max_chunks(path: str) -> int:
 
 
 class _Observed(io.FileIO):
-    """A file that notes whether a range of bytes is read. It does not read that range."""
+    """A file that notes whether a caller reads the range `expected`. The bytes of this range are not read."""
 
     expected = -1, 0
     seen = False
@@ -173,7 +174,7 @@ class _Observed(io.FileIO):
 
 
 def _is_right(found: "h5py.Dataset", path: str, index: Index) -> bool:
-    """Return whether HDF5 reads chunks of the index where the index says that they are."""
+    """Return whether HDF5 reads some chunks at the offsets, and with the filter masks, in the index."""
     count, size = len(index.numbers), os.path.getsize(path)
     chosen = range(count)
     if count > COMPARED:
@@ -196,12 +197,12 @@ def _is_right(found: "h5py.Dataset", path: str, index: Index) -> bool:
 
 # Chunks without filters that have at least this many bytes are read straight into their destination.
 MIN_STRAIGHT = 256 << 10
-# Runs are found in this many chunks of a row of the grid at a time.
+# The chunks of a row of the grid are divided into runs this many at a time.
 _SCANNED = 4096
 
 
-# A range of columns of the grid of chunks, and the range of entries in the index for the chunks that are
-# stored there; None if none of them is stored.
+# A range of columns of the grid of chunks, and the range of entries in the index for their chunks; None if
+# none of these chunks is stored.
 Run = tuple[Range, range | None]
 
 
@@ -210,7 +211,7 @@ class HDF5Chunks:
     """The chunks of a dataset, and how to read them.
 
     `dtype` has the stored byte order. `fill` is the value of the elements of chunks that are not stored; None
-    if they have none. If `past_cache`, large reads do not fill the page cache.
+    if the dataset has no fill value. If `past_cache`, large reads do not fill the page cache.
     """
 
     path: Path
@@ -224,7 +225,7 @@ class HDF5Chunks:
 
     @property
     def layout(self) -> Layout:
-        """The layout for the planner: chunks with filters are read whole, others also in parts."""
+        """The layout for the planner. Chunks with filters are read whole, other chunks also in parts."""
         raw = not self.pipeline.filters
         return Chunked(
             read_chunk=self.chunk,
@@ -237,7 +238,7 @@ class HDF5Chunks:
 
     @cached_property
     def _scratch_bytes(self) -> int:
-        """The scratch memory of a thread: a run as stored and as decoded, and what the filters need."""
+        """The bytes of scratch memory of a thread: for a run as stored and as decoded, and for the filters."""
         if not self.pipeline.filters:
             return MIN_DIRECT if self.pipeline.size < MIN_STRAIGHT else 0
         decoded = _rounded(max(BATCH_BYTES, self.pipeline.size))
@@ -259,7 +260,7 @@ class HDF5Chunks:
 
     @cached_property
     def _raw(self) -> CachedChunks | None:
-        """The chunks for compiled code, if they are not encoded and the page cache seems to contain them."""
+        """The chunks for compiled code; None if they have filters, or the page cache seems to lack them."""
         index = self.index
         raw = self.dtype.isnative and not self.pipeline.filters
         whole = raw and (index.sizes == self.pipeline.size).all()
@@ -273,12 +274,12 @@ class HDF5Chunks:
         return CachedChunks(self.path, None, self.chunk, itemsize, end, offsets=index.grid_offsets())
 
     def _read_cached(self, rows: Range, cols: Range, out: Array) -> bool:
-        """Read a block from the page cache by compiled code. Return whether that was possible."""
+        """Read a block from the page cache by compiled code. Return whether all of it was read."""
         fast = self.pipeline.size < MIN_DIRECT or many_cores()
         return bool(fast and self._raw and self._raw.read(rows, cols, out) == [])
 
     def _runs(self, i: int, first: int, last: int) -> Iterator[Run]:
-        """Cut columns of row i of the grid into runs that one call reads, or that are not stored."""
+        """Yield the runs of row i of the grid: chunks that one call reads, or chunks that are not stored."""
         index, at = self.index, first
         stored = index.stored(i, first, last)
         for start in range(stored.start, stored.stop, _SCANNED):
@@ -292,7 +293,7 @@ class HDF5Chunks:
             yield (at, last), None
 
     def _stored_runs(self, i: int, entries: range) -> Iterator[tuple[Range, range]]:
-        """Cut stored chunks of row i of the grid into runs that are adjacent in the grid and in the file."""
+        """Yield the runs of stored chunks of row i. Chunks of a run are adjacent in the grid and the file."""
         part = slice(entries.start, entries.stop)
         columns = (self.index.numbers[part] - i * self.index.grid[1]).tolist()
         offsets, sizes = self.index.offsets[part].tolist(), self.index.sizes[part].tolist()
@@ -339,7 +340,7 @@ class HDF5Chunks:
                 return
         memory = scratch(self._scratch_bytes)
         try:
-            if end - start >= MIN_DIRECT:  # use the bytes where they are in the page cache
+            if end - start >= MIN_DIRECT:  # decode from the page cache without a copy
                 stored = file.mapped(start, end - start)
             else:
                 stored = memory[: end - start]
@@ -359,7 +360,10 @@ class HDF5Chunks:
     def _decoded(
         self, i: int, first: int, part: slice, stored: Array, memory: Array, into: Array | None
     ) -> Array:
-        """Decode the entries `part`, from column `first` of row i on, `into` an array or scratch memory."""
+        """Return the decoded chunks of the entries `part`, which begin in column `first` of row i.
+
+        The result is in `into` or, if that is None, in scratch memory. `stored` has the stored bytes.
+        """
         sizes, masks = self.index.sizes[part].tolist(), self.index.masks[part].tolist()
         start, size = 0, self.pipeline.size
         decoded, rest = memory[: len(sizes) * size], memory[_rounded(max(BATCH_BYTES, size)) :]
@@ -377,7 +381,7 @@ class HDF5Chunks:
         return decoded
 
     def _copy(self, elements: Array, run: Range, cols: Range, band: Array) -> None:
-        """Copy the elements of the chunks `run`, an array (chunks, rows, columns), to `band`."""
+        """Copy `elements`, an array (chunks, rows, columns) for the columns `run` of the grid, to `band`."""
         width = self.chunk[1]
         first, last = run
         while first < last:
@@ -407,7 +411,7 @@ def _rounded(size: int) -> int:
 
 
 class Reader(Protocol):
-    """What reads the blocks of a dataset: our own code for chunks or contiguous elements, or h5py."""
+    """A reader of the blocks of a dataset: our own code for chunks or contiguous elements, or h5py."""
 
     @property
     def layout(self) -> Layout:
@@ -418,7 +422,7 @@ class Reader(Protocol):
 
 
 class Fill:
-    """Read a dataset without any stored element: all have the fill value."""
+    """Read a dataset that stores no element: all elements have the fill value."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

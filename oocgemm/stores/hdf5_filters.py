@@ -1,13 +1,13 @@
 """Decode the stored bytes of an HDF5 chunk: undo its filters, the last one first.
 
-Supported are the filters below: at most one compressor, shuffle at most once and before it, and any number of
-checksums (fletcher32). Datasets with other filters are read by h5py.
+This module supports at most one compressor, the filter shuffle at most once and before the compressor, and
+any number of checksums (fletcher32). Datasets with other filters are read by h5py.
 
 The filters shuffle, LZ4 and bitshuffle are undone with the decoder of blosc, which is vectorized, and
-releases the GIL. It decodes frames (`oocgemm.stores.codecs`). LZ4 and bitshuffle store the same blocks
-without positions, and with sizes in big-endian order. So their data becomes a frame by adding a header and
-positions.
-The data of the filter shuffle becomes frames of blocks that are shuffled but not compressed.
+releases the GIL. This decoder needs frames (`oocgemm.stores.codecs`). The data of LZ4 and bitshuffle consists
+of the same blocks as a frame, but without their positions, and with their sizes in big-endian order. So this
+module makes a frame of the data by adding a header and positions. The data of the filter shuffle becomes
+frames of blocks that are shuffled but not compressed.
 """
 
 import struct
@@ -20,12 +20,13 @@ from numcodecs import blosc, lz4, zstd
 from oocgemm.stores.base import Array
 from oocgemm.stores.codecs import ZLIB, decompress_into, inflate
 
-# Numbers of compressors in the flags of a frame.
+# The numbers that the flags of a frame have for compressors.
 LZ4_BLOCKS, ZSTD_BLOCKS = 1, 4
 # Flags: how the bytes of a block are shuffled, and that a block is one stream for all bytes of its elements.
 _SHUFFLED, _BIT_SHUFFLED, _NOT_SPLIT = 0x01, 0x04, 0x10
-# A frame begins with its format, that of its compressed data, flags, and bytes per element. Then come the
-# decoded size of all blocks, the decoded size of one, and the size of the frame, all in bytes.
+# A frame begins with the version of its format, the version of the compressor's format, flags, and the bytes
+# per element. Then come the decoded size of all blocks, the decoded size of a block, and the size of the
+# frame, in bytes.
 _HEADER = struct.Struct("<4B3I")
 _FORMATS = 2, 1
 # The header of data of the filters LZ4 and bitshuffle: decoded size of the data, and of a block, in bytes.
@@ -38,7 +39,10 @@ MIN_BLOCK = 128
 
 
 def scratch_bytes(size: int, max_stored: int, block: int = MIN_BLOCK) -> int:
-    """Return how much scratch memory any function here needs, for decoded and stored sizes, in bytes."""
+    """Return the maximum scratch memory of the functions below, in bytes.
+
+    `size` is the decoded size of a chunk, `max_stored` its maximum stored size, and `block` that of a block.
+    """
     # The size of each block is stored in 4 bytes, which limits the number of blocks, too.
     blocks = min(size // block, max_stored // _SIZE.size) + 2
     return max(UNSHUFFLE_BYTES, max_stored + _SIZE_IN_FRAME.size * blocks) + 2 * _HEADER.size
@@ -66,13 +70,13 @@ def unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
 
 
 def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memory: Array) -> None:
-    """Decode data of the filter LZ4 or, with `itemsize` > 0, of bitshuffle. Raises `ValueError`."""
+    """Decode data of the filter LZ4, or of bitshuffle if `itemsize` > 0, into `out`. Raises `ValueError`."""
     if data.nbytes < _PREFIX.size:
         raise ValueError(f"{data.nbytes} bytes are too few for a header")
     size, block = _PREFIX.unpack_from(data.data)
     if size != out.nbytes:
         raise ValueError(f"{size} bytes instead of {out.nbytes}")
-    # The filter bitshuffle stores groups of 8 elements in blocks. Up to 7 elements follow, as they are.
+    # The filter bitshuffle stores groups of 8 elements in blocks. Up to 7 unchanged elements follow.
     group = 8 * itemsize or 1
     encoded = size - size % group
     if block == 0 or block % group:
@@ -112,7 +116,7 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
 
 
 def _decompressed(data: Array, compressor: int) -> Array:
-    """Return a block that decompresses to as many bytes as it has. Raises `ValueError`."""
+    """Return the decompressed bytes of a block whose stored size is its decoded size. Raises `ValueError`."""
     size = data.nbytes
     if compressor == LZ4_BLOCKS:
         found = lz4.decompress(_SIZE_IN_FRAME.pack(size) + data.tobytes())
@@ -147,7 +151,7 @@ _ZSTD = zstd.Zstd()
 _BLOSC = struct.Struct("<3I")
 # Larger chunks do not fit the 32-bit sizes of blosc's
 _MAX_BYTES = 1 << 30
-# A checksum is computed in parts of this many words, so that its sums are exact in double precision.
+# A checksum is computed in parts of this many words, so that the sums are exact in double precision.
 _WORDS = 1 << 15
 _WEIGHTS = np.arange(_WORDS, 0, -1, dtype=np.float64)
 
@@ -198,17 +202,17 @@ class Pipeline:
 
     @property
     def decode_bytes(self) -> int:
-        """The bytes that decoding a chunk allocates besides scratch memory: zlib returns new memory."""
+        """The bytes that decoding a chunk allocates besides scratch memory: zlib allocates its output."""
         return self.size if any(each.number == DEFLATE for each in self.filters) else 0
 
     @property
     def _room(self) -> int:
-        """The largest size of a partly decoded chunk, rounded up to whole numbers of 64 bytes."""
+        """The maximum size of a partly decoded chunk, rounded up to a multiple of 64 bytes."""
         checksums = sum(each.number == FLETCHER32 for each in self.filters)
         return -(-(self.size + CHECKSUM_BYTES * checksums) // 64) * 64
 
     def decode(self, stored: Array, mask: int, out: Array, memory: Array) -> None:
-        """Fill `out` with a chunk. Bit i of `mask`: filter i was not applied. Raises `ValueError`."""
+        """Decode a chunk into `out`. If bit i of `mask` is set, skip filter i. Raises `ValueError`."""
         rest, data = memory[2 * self._room :], stored
         steps, parts = [each for i, each in enumerate(self.filters) if not mask >> i & 1], [0, 1]
         while steps:
@@ -274,7 +278,7 @@ def fletcher32(content: Array) -> tuple[int, int]:
 
 
 def _undone(step: Filter, data: Array, out: Array, memory: Array) -> Array:
-    """Undo a filter, using scratch memory. Return `out`, or new memory of its size."""
+    """Undo a filter. Return the result: `out`, or new memory of this size. `memory` is scratch memory."""
     if step.number == DEFLATE:
         found = inflate(data, ZLIB, out.nbytes)
         if len(found) != out.nbytes:
@@ -296,7 +300,7 @@ def _undone(step: Filter, data: Array, out: Array, memory: Array) -> Array:
 
 
 def _decode_blosc(data: Array, out: Array) -> None:
-    # The decoder does not know where `data` ends.
+    # The decoder does not get the size of `data`, and would read beyond its end.
     if data.nbytes < 16:
         raise ValueError(f"blosc data of {data.nbytes} bytes is truncated")
     size, _, stored = _BLOSC.unpack_from(data.data, 4)
@@ -306,7 +310,7 @@ def _decode_blosc(data: Array, out: Array) -> None:
 
 
 def _itemsize(step: Filter) -> int:
-    """Return the bytes per element that a filter shuffles, from its parameters; 0 if they lack it."""
+    """Return the bytes per element that a filter shuffles, from its parameters; 0 if they do not state it."""
     values = step.values[2:] if step.number == BITSHUFFLE else step.values
     return values[0] if values else 0
 
@@ -318,12 +322,12 @@ def _block_bytes(step: Filter) -> int:
 
 
 def _decodes(step: Filter) -> bool:
-    """Return whether numcodecs has the compressor that the filter blosc uses, by its parameters."""
+    """Return whether numcodecs has the compressor that the parameters of the filter blosc state."""
     number = step.values[6] if len(step.values) > 6 else 0
     name = _OF_BLOSC[number] if number < len(_OF_BLOSC) else ""
     return name in blosc.list_compressors()
 
 
 def _bit_compressor(step: Filter) -> int:
-    """Return the number of the compressor of bitshuffled data in frames; 0 if it has none, or another."""
+    """Return the number in frames of the compressor of bitshuffle; 0 for none, or an unsupported one."""
     return _OF_BITSHUFFLE.get(step.values[4], 0) if len(step.values) > 4 else 0

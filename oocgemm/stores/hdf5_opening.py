@@ -1,9 +1,9 @@
-"""Open an HDF5 dataset with h5py, check that it can be read, and choose how.
+"""Open an HDF5 dataset with h5py, check that it can be read, and choose the code that reads it.
 
-h5py reads only metadata, and the file is closed again. Then the elements are read by their offsets in the
-file: as those of a .npy file if they are contiguous, chunk by chunk otherwise. h5py reads the rest, under its
-global lock: datasets with filters that oocgemm does not know, and those whose stored elements must be
-converted or are inside the metadata.
+h5py reads only metadata, and the file is closed again. Then oocgemm reads the elements by their offsets in
+the file: like a .npy file if they are contiguous, else chunk by chunk. h5py, under its global lock, reads
+datasets with filters that oocgemm does not know, and datasets whose stored elements must be converted or are
+inside the metadata.
 """
 
 import errno
@@ -31,13 +31,13 @@ from oocgemm.stores.npy import NpyMatrix
 with suppress(ImportError):  # registers filters with h5py, which reads datasets that have them
     import hdf5plugin  # noqa: F401
 
-# The most links and groups in the name of a dataset.
+# Maximum number of links and groups in the name of a dataset.
 _MAX_STEPS = 100
-# Why h5py reads a dataset, and what to do about it.
+# Texts of the warning that h5py reads a dataset: the reason, and the remedy.
 _FORMAT = "its elements are stored in a format that NumPy does not have: convert them to a dtype of NumPy"
 _COMPACT = "its elements are stored inside the metadata: copy it into a contiguous dataset"
 _OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle"
-# At most this many chunks are compared with what h5py reads.
+# At most this many chunks at the edges are compared with those that h5py reads.
 _EDGES = 8
 # The first bytes of a file in netCDF's classic formats.
 _CLASSIC = b"CDF"
@@ -132,7 +132,7 @@ def _check_writers(name: str, file: "h5py.File", path: str) -> None:
 
 
 def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dataset":
-    """Return the dataset. Raises `InputError` for anything else; the message lists the file's datasets."""
+    """Return the dataset of a name. Raises `InputError`, which lists the file's datasets, if it is none."""
     if not dataset.strip("/"):
         raise InputError(f"{name}: {path} is an HDF5 file, which can contain many arrays: {hint(file, path)}")
     if ".." in dataset.split("/") or "\0" in dataset:
@@ -158,7 +158,7 @@ def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dat
 
 
 def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
-    """Follow soft links. Raises `InputError` for a link to another file, without opening that file."""
+    """Return the path of a dataset without soft links. Raises `InputError` for a link to another file."""
     found, left = "", [part for part in dataset.split("/") if part not in ("", ".")]
     for _ in range(_MAX_STEPS):
         if not left:
@@ -179,7 +179,7 @@ def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
 
 
 def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int]) -> tuple[Reader, str]:
-    """Return the reader of a dataset, and the reason if that is h5py's, or ""."""
+    """Return the reader of a dataset, and the reason why it is h5py, or "" for another reader."""
     place = f"{name}: {path}{MARK}{found.name}"
     plist = found.id.get_create_plist()
     layout = plist.get_layout()
@@ -225,9 +225,9 @@ def _check_here(place: str, found: "h5py.Dataset") -> None:
 
 
 def _contiguous(place: str, name: str, found: "h5py.Dataset", path: str, fill: Any) -> Reader:
-    """Return the reader of a contiguous dataset, which reads it as a .npy file."""
+    """Return the reader of a contiguous dataset, which reads the dataset like a .npy file."""
     offset = found.id.get_offset()
-    # Without storage the offset is undefined: with a user block it is some number.
+    # The offset of a dataset without storage is undefined: in a file with a user block, it is some number.
     if offset is None or not found.id.get_storage_size():
         return Fill(fill)
     size, end = os.path.getsize(path), offset + found.size * found.dtype.itemsize
@@ -269,7 +269,7 @@ def _chunked(
 
 
 def _edges_are_right(found: "h5py.Dataset", reader: HDF5Chunks) -> bool:
-    """Return whether chunks that extend beyond the dataset are read as h5py reads them."""
+    """Return whether `reader` and h5py read equal elements from chunks that extend beyond the dataset."""
     index, (height, width) = reader.index, reader.chunk
     if not reader.pipeline.filters:
         return True
