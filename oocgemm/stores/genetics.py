@@ -278,7 +278,7 @@ def is_bed(path: str) -> bool:
 
 
 def open_bed(name: str, path: Path) -> BedMatrix:
-    """Open a .bed file. Raises `InputError` if it, .bim or .fam is missing, or if their sizes do not match."""
+    """Open a .bed file. Raises `InputError` if it, .bim or .fam is missing, or if they do not match."""
     check_found(name, str(path))
     individuals, variants = (_count_lines(name, path, suffix) for suffix in COMPANIONS)
     try:

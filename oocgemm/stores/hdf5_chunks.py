@@ -238,7 +238,7 @@ class HDF5Chunks:
 
     @cached_property
     def _scratch_bytes(self) -> int:
-        """The bytes of scratch memory of a thread: for a run as stored and as decoded, and for the filters."""
+        """The scratch memory of a thread in bytes: for a run, stored and decoded, and for the filters."""
         if not self.pipeline.filters:
             return MIN_DIRECT if self.pipeline.size < MIN_STRAIGHT else 0
         decoded = _rounded(max(BATCH_BYTES, self.pipeline.size))

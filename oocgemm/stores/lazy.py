@@ -38,13 +38,13 @@ from oocgemm.stores.declared import of_object
 
 # Packages whose arrays several threads may read at once. h5py locks its own calls.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
-# A slice of a lazy array is assumed to take this many times its size in host memory. Three copies are
-# counted: the elements as stored, the decoded elements, and the array that the package returns.
+# A slice of a lazy array is assumed to take this many times its size in host memory, for three copies: the
+# stored elements, the decoded elements, and the array that the package returns.
 COPIES = 3
 # For an array without chunks, the planner assumes chunks of one row and at most this many bytes, which are
 # read whole. It then avoids panels with much shorter rows, which are slow to read.
 ROW_BYTES = 16 << 10
-# A message names the arrays among at most this many members of a collection.
+# A message looks for arrays among at most this many members of a collection, and names those.
 MAX_LISTED = 8
 # An object with one of these attributes has its elements in memory, so it is not lazy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
@@ -88,7 +88,7 @@ class LazyArrays(Store):
 
 
 class LazyMatrix(ReadOnly):
-    """A matrix whose blocks are slices of any object with a shape, a dtype and slicing. It is read-only."""
+    """A read-only matrix. Its blocks are slices of an object that has a shape, a dtype and slicing."""
 
     what = "a lazy array"
 
@@ -125,7 +125,7 @@ class LazyMatrix(ReadOnly):
             return
         kind = type(self._source).__name__
         hint = ".toarray()" if hasattr(self._source, "toarray") else "np.asarray"
-        if hasattr(self._source, "to_memory"):  # AnnData's sparse matrices in files
+        if hasattr(self._source, "to_memory"):  # AnnData's sparse matrices in files have this method
             hint = ".to_memory().toarray()"
         try:
             block = self._source[0:1, 0:1]
@@ -164,7 +164,7 @@ class LazyMatrix(ReadOnly):
 
 
 def _choice(collection: Mapping[Any, Any]) -> str:
-    """Return the last part of a message: which arrays of a collection can be given."""
+    """Return the last part of a message, which says which arrays of a collection can be passed."""
     found: dict[bool, list[str]] = {True: [], False: []}
     for key in islice(collection, MAX_LISTED):
         with suppress(Exception):  # a link of HDF5 may lead nowhere
@@ -193,7 +193,7 @@ def numpy_dtype(source: Any) -> np.dtype[Any]:
 
 
 def _computed(block: Any) -> Any:
-    """Compute a piece of a dask array, in this thread unless the user has configured a scheduler."""
+    """Compute and return a piece of a dask array, in this thread unless the user has chosen a scheduler."""
     chosen = importlib.import_module("dask").config.get("scheduler", None)
     return block.compute(scheduler=None if chosen else "synchronous")
 
@@ -201,8 +201,9 @@ def _computed(block: Any) -> Any:
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the chunk shape that the planner assumes, and the largest block computed to read such a chunk.
 
-    Chunks of a dask array may differ. The planner assumes that all are as long as the longest. To read one of
-    these, dask computes all of its own that it overlaps. An array without chunks is read in rows.
+    The chunks of a dask array may differ. The planner assumes that all have the maximum extents. To read such
+    an assumed chunk, dask computes all of its own chunks that overlap with the assumed one. For an array
+    without chunks, the planner assumes chunks of one row.
     """
     found = getattr(source, "chunks", None)
     if found is None and package(source) == "tensorstore":

@@ -5,19 +5,19 @@ map would be slow, because each page fault also loads much unneeded data around 
 
 - Segments of short lines are read together with the gaps between them, and then copied.
 - Segments of long lines are read straight into the destination, many per system call. Segments outside the
-  page cache are all requested from the disk first. On a virtual disk, reading a segment of 2 to 8 KiB then
-  took 7 to 20 us. Without these requests it took 85 to 140 us.
+  page cache are all requested from the disk first. On a virtual disk, reading a segment of 2 to 8 KiB
+  took 7 to 20 us with these requests, and 85 to 140 us without them.
 - If the file is too large to stay in the page cache, segments are read past it by direct I/O.
 
 Many reads are submitted in one system call by Linux's asynchronous I/O (io_submit). Reads through the page
 cache are still synchronous: io_submit returns when they are done. They are faster than separate calls because
 Python releases the GIL once for all of them. With eight threads on 16 cores, pieces of 8 KiB were read from
-the page cache at 18 GB/s, and at 0.9 GB/s with one preadv per piece. If the system does not support
-io_submit, preadv is called for each read.
+the page cache at 18 GB/s. With one preadv per piece, they were read at 0.9 GB/s. If the system does not
+support io_submit, preadv is called for each read.
 
-`read_parts` reads parts of many files. A part consists of lines that are equally far apart in its file, and
-in memory. They are the buffers of one vectored read. Short gaps between lines in the file are read too, and
-dropped.
+`read_parts` reads parts of many files. A part consists of lines that are equally far apart in the file, and
+also in memory. The lines are the buffers of one vectored read. Short gaps between lines in the file are read
+into a buffer whose content is not used.
 """
 
 import ctypes
@@ -48,13 +48,13 @@ from oocgemm.stores.files import (
     write_fully,
 )
 
-# The number of reads that one context (io_setup) can have in flight, and one call of `start` starts.
+# The maximum number of reads that one context (io_setup) has in flight, and that one call of `start` starts.
 MAX_READS = _CAPACITY = 512
 # The numbers of the system calls io_setup, io_getevents and io_submit, for which the C library has no
 # functions.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
-# REQUEST is struct iocb of linux/aio_abi.h. Operation 0 is a read, and 7 one into several buffers. _EVENT is
-# struct io_event.
+# REQUEST is struct iocb of linux/aio_abi.h. Operation 0 is a read into one buffer, and 7 a read into several
+# buffers. _EVENT is struct io_event.
 READ_VECTOR = 7
 REQUEST = np.dtype("u8, u4, i4, u2, i2, u4, u8, u8, i8, u8, u4, u4")
 REQUEST.names = (
@@ -64,7 +64,7 @@ REQUEST.names = (
 _READ = ["flags", "operation", "descriptor", "address", "size", "offset"]
 _EVENT = np.dtype("u8, u8, i8, i8")
 _EVENT.names = ("number", "request", "result", "more")
-# The C library's function `syscall`. The second one keeps the GIL.
+# The C library's function `syscall`, in two forms: the first releases the GIL, the second keeps it.
 _system, _system_with_gil = (kind(None, use_errno=True).syscall for kind in (ctypes.CDLL, ctypes.PyDLL))
 _system.restype = _system_with_gil.restype = ctypes.c_long
 # io_setup contexts that no thread uses now. A forked child forgets them: they belong to the parent process.
@@ -77,7 +77,8 @@ def start_reads(
 ) -> Callable[[], Array]:
     """Start up to `MAX_READS` reads, of `size` bytes each, from `offsets` of a file to `places` in `memory`.
 
-    `places` are distances in bytes. `flags` are those of preadv2(2). Returns a function as `start` does.
+    `places` are offsets in bytes from the start of `memory`. `flags` are those of preadv2(2). Returns a
+    function like the one that `start` returns.
     """
     requests = np.zeros(len(places), REQUEST)
     requests["flags"], requests["descriptor"], requests["size"] = flags, descriptor, size
@@ -89,8 +90,9 @@ def start_reads(
 def start(requests: Array) -> Callable[[], Array]:
     """Submit up to `MAX_READS` requests, an array of dtype `REQUEST`.
 
-    Returns a function that waits for all of them. The caller must call it exactly once, before the memory is
-    reused or freed. Its result is an array of the number of bytes of each read, negative for a failed read.
+    Returns a function that waits for all reads. The caller must call this function exactly once, before the
+    memory is reused or freed. The function returns an array with the number of bytes of each read, which is
+    negative for a failed read.
     """
     count = len(requests)
     try:
@@ -112,7 +114,7 @@ def start(requests: Array) -> Callable[[], Array]:
         pass
 
     def wait() -> Array:
-        # Reads from the page cache are complete already. Only to wait for others is worth releasing the GIL.
+        # Reads from the page cache are complete already. Release the GIL only to wait for other reads.
         completed = _call(get, context, 0, submitted, events.ctypes.data, 0, keep_gil=True)
         while completed < submitted:
             left = submitted - completed
@@ -125,7 +127,7 @@ def start(requests: Array) -> Callable[[], Array]:
 
 
 def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flags: int = 0) -> Array:
-    """Fill rows `numbers` of an array of bytes from `offsets` of a file. Return how much of each is read."""
+    """Fill rows `numbers` of an array of bytes from `offsets` of a file. Return the bytes read per row."""
     places, size = rows.strides[0] * numbers, rows.shape[1]
     results = np.empty(len(numbers), np.int64)
     for first in range(0, len(numbers), MAX_READS):
@@ -135,7 +137,7 @@ def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flag
 
 
 def _read(flags: int, operation: int, descriptor: int, address: int, size: int, offset: int) -> int:
-    """Do what a request says by one preadv. Return the number of bytes, or -1 for an error."""
+    """Perform a read request by one call of preadv. Return the number of bytes, or -1 for an error."""
     buffers = [(address, size)]
     if operation == READ_VECTOR:
         spans = (ctypes.c_uint64 * (2 * size)).from_address(address)
@@ -167,14 +169,15 @@ def _call(number: int, *arguments: int, keep_gil: bool = False) -> int:
     return result
 
 
-# Gaps of lines of at most this many bytes are read with the lines. Parts of longer lines are separate reads.
+# If the lines of a part begin at most this many bytes apart in the file, the gaps between the lines are read,
+# too. Otherwise each line is a separate read.
 MAX_GAP = 8 << 10
-# A part has at most this many lines: a line and a gap are two buffers of a vectored read.
+# Maximum number of lines of a part: each line and its gap are two buffers of a vectored read.
 MAX_PART_LINES = SEGMENTS // 2
 
 
 class FilePart(NamedTuple):
-    """Up to `MAX_PART_LINES` lines of `size` bytes: the first one's byte in a file, and memory for it."""
+    """Up to `MAX_PART_LINES` lines of `size` bytes, and where the first line is in a file and in memory."""
 
     descriptor: int
     offset: int
@@ -184,10 +187,10 @@ class FilePart(NamedTuple):
 
 
 def read_parts(parts: Sequence[FilePart], stride: int, pitch: int) -> Array:
-    """Read parts of files into memory. Return for each part whether it was read as a whole.
+    """Read parts of files into memory. Return for each part whether all of it was read.
 
-    The lines of a part begin `stride` bytes apart in its file, and `pitch` bytes apart in memory. Both are at
-    least as large as the lines.
+    The lines of a part begin `stride` bytes apart in its file, and `pitch` bytes apart in memory. Neither is
+    less than the bytes of a line.
     """
     given = np.array(parts, np.int64).reshape(-1, len(FilePart._fields))
     owner, (descriptor, offset, address, lines, size) = np.arange(len(given)), given.T
@@ -219,7 +222,7 @@ def read_parts(parts: Sequence[FilePart], stride: int, pitch: int) -> Array:
 
 
 def read_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> list[int]:
-    """Read ranges of files into memory: (descriptor, offset in the file, address of the memory, bytes).
+    """Read ranges of files into memory. A range is (descriptor, offset in the file, memory address, bytes).
 
     Returns the number of bytes of each read, which is negative for a read that failed.
     """
@@ -249,7 +252,7 @@ MAX_LINE = 8 << 10
 # destination pass through it. 256 KiB fit into the processor's cache.
 SCRATCH_BYTES = 256 << 10
 # A block of more than SCRATCH_BYTES is cut into pieces of at least this many rows. The last pieces may have
-# fewer.
+# fewer rows.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
 # Before segments of `size` bytes are read from the disk, they are requested with posix_fadvise. Each request
 # is extended to multiples of a window, because nearby bytes are often read next. The window is the largest
@@ -260,24 +263,25 @@ WINDOW, MAX_WINDOW = 2, 64 << 10
 # flight. 128 reads of 8 to 16 KiB are enough: a virtual disk was not faster with 512.
 DIRECT_BYTES = 8 << 20
 
-# The flag of preadv2 for a read that fails instead of waiting for the disk; 0 on systems without it.
+# The flag with which a preadv2 fails instead of waiting for the disk; 0 on systems without this flag.
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 def copies_bytes(dtype: np.dtype[Any], block: Array) -> bool:
-    """Return whether elements of a stored dtype can be read into rows of a block without conversion."""
+    """Return whether elements of a stored dtype can be read straight into the rows of a block."""
     return dtype.isnative and block.strides[1] == dtype.itemsize
 
 
 def scratch_bytes(*, past_cache: bool) -> int:
-    """Return the bytes of scratch memory of a thread that reads, by direct I/O if `past_cache`, or writes."""
+    """Return the bytes of scratch memory of a thread that reads or writes. `past_cache`: by direct I/O."""
     return max(SCRATCH_BYTES, DIRECT_BYTES if past_cache else 0)
 
 
 class StoredLines(NamedTuple):
-    """Where the lines of a matrix are in a file, one after another: its rows, or by columns in Fortran order.
+    """Where the lines of a matrix are in a file. Lines are rows, or columns if stored in Fortran order.
 
-    Line 0 begins at the byte `offset`. Each has as many `elements`, of a dtype in stored byte order.
+    Line 0 begins at the byte `offset`, and the others follow without gaps. A line has `elements` elements of
+    `dtype`, in the stored byte order.
     """
 
     offset: int
@@ -286,18 +290,18 @@ class StoredLines(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """The bytes of a line."""
+        """The number of bytes of a line."""
         return self.elements * self.dtype.itemsize
 
     def start(self, lines: Range, part: Range) -> int:
-        """Return the byte at which a range of elements begins, in the first of several lines."""
+        """Return the byte in the file at which the elements `part` of the first of these lines begin."""
         return self.offset + lines[0] * self.stride + part[0] * self.dtype.itemsize
 
 
 def read_block(
     file: OpenFile, stored: StoredLines, lines: Range, part: Range, out: Array, *, past_cache: bool = False
 ) -> None:
-    """Read a block of a matrix from a file: the same range of elements, `part`, from each of several lines.
+    """Read a block of a matrix from a file: the elements `part` of each of the lines `lines`.
 
     A line fills one row of `out`. For `past_cache` see `OpenFile.read`. Raises `EOFError` if the file is too
     short.
@@ -354,7 +358,7 @@ def write_block(descriptor: int, stored: StoredLines, lines: Range, part: Range,
 
 
 def _read_with_gaps(file: OpenFile, start: int, stored: StoredLines, out: Array) -> None:
-    """Fill `out` from short lines, from the byte `start` on, by large reads."""
+    """Fill `out` from the byte `start` on by large reads, which also read the gaps between short lines."""
     stride, dtype = stored.stride, stored.dtype
     height = max(1, SCRATCH_BYTES // stride)
     for top in range(0, len(out), height):
@@ -368,7 +372,7 @@ def _read_with_gaps(file: OpenFile, start: int, stored: StoredLines, out: Array)
 
 
 def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None:
-    """Fill rows of bytes from places in a file that are `stride` bytes apart, from the byte `start` on."""
+    """Fill rows of bytes from a file. The first row begins at the byte `start`, each next `stride` later."""
     # switch readahead off: it would load the unneeded bytes between the rows
     Opener.without_readahead(file.descriptor)
     size, left = rows.shape[1], np.arange(len(rows))
@@ -386,9 +390,9 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
 
 
 def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[Any], out: Array) -> bool:
-    """Do what `_read_segments` does by direct I/O. Return whether all rows were read.
+    """Read rows of a file like `_read_segments`, but by direct I/O. Return whether all rows were read.
 
-    They are not if direct I/O fails, or if the page cache seems to contain them already.
+    Direct I/O may fail. It is not tried if the page cache seems to contain the rows already.
     """
     size, count = out.shape[1] * dtype.itemsize, len(out)
     # Each row is read by one read of `sectors` bytes, a multiple of SECTOR. Direct I/O needs each row at the
@@ -408,7 +412,10 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
         return False
 
     def started(number: int) -> Callable[[], bool]:
-        """Start to read batch `number` of the rows. Return what waits, copies them, and says if all came."""
+        """Start to read batch `number` of the rows.
+
+        Returns a function that waits for the reads, copies the rows, and returns whether all were read.
+        """
         block, half = out[number * at_once : (number + 1) * at_once], halves[number % 2]
         begin = start + number * at_once * stride
         offsets = begin + stride * np.arange(len(block))
@@ -441,7 +448,7 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 
 
 def _request(file: OpenFile, offsets: Array, size: int) -> None:
-    """Ask the system to load the `size` bytes at each of these offsets, and bytes nearby (`WINDOW`)."""
+    """Ask the system to load `size` bytes at each of the offsets, and bytes near them (`WINDOW`)."""
     window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
     for offset in offsets.tolist():
         first, last = offset // window * window, -(-(offset + size) // window) * window
@@ -449,7 +456,7 @@ def _request(file: OpenFile, offsets: Array, size: int) -> None:
 
 
 def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> None:
-    """Write rows to places in a file that are `stride` bytes apart, from the byte `start` on."""
+    """Write rows to a file. The first row begins at the byte `start`, each next one `stride` bytes later."""
     if data.flags.c_contiguous and stride * len(data) == data.nbytes:
         data = data.reshape(1, -1)
     size = data.shape[1] * data.itemsize
@@ -463,7 +470,7 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
 
 
 def _pieces(block: Array) -> list[tuple[int, int, Array]]:
-    """Cut a block into views of at most `SCRATCH_BYTES`, each with its first row and column."""
+    """Cut a block into views of at most `SCRATCH_BYTES`. Return (first row, first column, view) of each."""
     height, width = block.shape
     elements = SCRATCH_BYTES // block.itemsize
     across = max(1, min(width, elements // min(height, SCRATCH_LINES)))

@@ -59,7 +59,7 @@ from oocgemm.stores.lines import (
 )
 
 MAX_HEADER = 64 << 10
-# Bytes that are read at a time for the checksum of a block.
+# Number of bytes that are read at a time for the checksum of a block.
 SUMMED = 1 << 20
 ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file, which may have been renamed to .npy
 
@@ -83,7 +83,7 @@ class NpyFiles(Store):
         return self._opened(name, Path(operand), writable=writable)
 
     def _opened(self, name: str, path: Path, *, writable: bool, place: Path | None = None) -> Matrix:
-        """Open a file, or an unfinished result that belongs at `place`."""
+        """Open a file. If it is an unfinished result, `place` is its final path."""
         return open_npy(name, path, writable=writable, place=place)
 
     def exists(self, path: str) -> bool:
@@ -115,7 +115,7 @@ class NpyFiles(Store):
         return prod(new.shape) * new.dtype.itemsize
 
     def _created(self, new: NewArray, path: Path, place: Path) -> Matrix:
-        """Create a file that belongs at `place`, for now at `path`."""
+        """Create a result in the file `path`. Its final path is `place`."""
         return create_npy(new.name, path, new.shape, new.dtype, place)
 
     def journal_folder(self, operand: Any) -> Path | None:
@@ -169,7 +169,7 @@ class NpyMatrix:
         return mapped
 
     def _cached(self) -> CachedChunks | None:
-        """Return the file as one chunk for compiled code, if the page cache seems to contain it."""
+        """Return the file as one chunk for compiled code; None if the page cache seems not to contain it."""
         offsets = range(self._stored.offset, self._size, max(1, self._size // SAMPLES))
         if not (self._stored.dtype.isnative and offsets and in_page_cache(self._path, offsets)):
             return None
@@ -209,11 +209,11 @@ class NpyMatrix:
             os.close(descriptor)
 
     def _oriented(self, rows: Range, cols: Range, block: Array) -> tuple[Range, Range, Array]:
-        """Return a block as a range of lines, a range of each line, and a view with a row per line."""
+        """Return the lines of a block, the range of elements of each line, and a view with a row per line."""
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 
     def _check_length(self, size: int) -> None:
-        """Raise `EOFError` for a truncated file, which a write would extend again, with zeros."""
+        """Raise `EOFError` if the file was truncated: a write would extend the file again, with zeros."""
         if size < self._size:
             raise EOFError(f"the file was truncated from {self._size} bytes to {size}")
 
@@ -268,7 +268,7 @@ class NpyMatrix:
         return fingerprint_of([self._path])
 
     def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
-        """Return a checksum of the elements, since the status of the file tells nothing of one block."""
+        """Return a checksum of the elements: the status of the file says nothing about a single block."""
         height, found = max(1, SUMMED // max(1, length(cols) * self.dtype.itemsize)), 0
         for top in range(*rows, height):
             part = top, min(top + height, rows[1])
@@ -278,7 +278,7 @@ class NpyMatrix:
         return f"{found:08x}"
 
     def _read_back(self, rows: Range, cols: Range, out: Array, *, past_cache: bool = False) -> None:
-        """Read a block that has just been written, so that it is in the page cache, or any other."""
+        """Read a block. Without `past_cache`, read through the page cache, which has a block just written."""
         block = self._oriented(rows, cols, out)
         with OpenFile(self._path, self._opener) as file:
             self._check_length(file.size)
@@ -301,17 +301,17 @@ class NpyMatrix:
             os.posix_fallocate(file.fileno(), 0, max(1, self._size))
 
     def missing_bytes(self) -> int:
-        """Return 0: the space of the file is allocated."""
+        """Return 0: all disk space of the file is allocated already."""
         return 0
 
 
 def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
-    """Return the path of the redo file for a block, which has its new content. Its name has its ranges."""
+    """Return the path of the redo file with the new content of a block. The file name has the ranges."""
     return folder / "-".join(map(str, (*rows, *cols)))
 
 
 def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
-    """Return the redo files for blocks inside a block, each as (path, rows, columns)."""
+    """Return the redo files of all blocks inside a block, each as (path, rows, columns)."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         parts = path.name.split("-")
@@ -323,7 +323,7 @@ def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Ran
 
 
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> NpyMatrix:
-    """Open a .npy file, or an unfinished result that belongs at `place`. Raises `InputError`."""
+    """Open a .npy file. If it is an unfinished result, `place` is its final path. Raises `InputError`."""
     try:
         with open(path, "r+b" if writable else "rb", opener=open_regular) as file:
             shape, by_columns, dtype = _read_header(file)
@@ -340,7 +340,7 @@ def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | Non
 def create_npy(
     name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any], place: Path | None = None
 ) -> NpyMatrix:
-    """Create a .npy file of zeros, which belongs at `place`. Raises `OSError` if there is too little room."""
+    """Create a .npy file of zeros, with the final path `place`. Raises `OSError` if the disk is too full."""
 
     def made() -> NpyMatrix:
         with open(path, "wb") as file:
@@ -353,7 +353,7 @@ def create_npy(
 
 
 def in_new_file(path: Path, made: Callable[[], M]) -> M:
-    """Create a file for the matrix that `made` returns, and allocate its space; or delete it again."""
+    """Create a file with its space, and return its matrix, from `made`. After an error, delete the file."""
     open(path, "xb").close()
     try:
         matrix = made()
@@ -374,7 +374,7 @@ def _rename_into_place(path: Path, place: Path) -> None:
 
 
 def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read a header: the shape, whether in Fortran order, and the stored dtype. Raises `ValueError`."""
+    """Return the shape, whether the order is Fortran's, and the stored dtype. Raises `ValueError`."""
     if file.read(len(ARCHIVE)) == ARCHIVE:
         raise ValueError("it is an archive of arrays")
     file.seek(0)

@@ -1,7 +1,7 @@
 """Use a zarr array in an object store as a matrix: open and create it, and read and write its chunks.
 
-Chunks are read and written without zarr, one request each. Small chunks of a shard that are close to each
-other in it are read by one request.
+Chunks are read and written without zarr, one request each. Small chunks that are close to
+each other in a shard are read by one request.
 """
 
 import hashlib
@@ -49,12 +49,12 @@ from oocgemm.stores.zarr_through import check_array, new_array
 
 # A part of a sharded array that is read by one task has at most this many bytes before compression.
 GROUP_BYTES = 2 << 20
-# Chunks of a shard with at most this many bytes between them are read by one request. It has at most
+# Chunks of a shard with at most this many bytes between them are read by one request. A request reads at most
 # GROUP_BYTES, or one chunk.
 MAX_GAP = 64 << 10
 Place = tuple[int, int]
-# Stored bytes of a shard: where they begin and end, and whose they are: the row and column of their chunk in
-# the grid of chunks, the rows and columns of the matrix that are needed, and the destination of these.
+# Stored bytes of a chunk in a shard: the offsets where they begin and end, the row and column of the chunk in
+# the grid of chunks, the block of the matrix that is needed of the chunk, and the destination of the block.
 Span = tuple[int, int, Place, Block, Array]
 
 
@@ -80,7 +80,7 @@ class ObjectChunks(StoredChunks):
 
     @cached_property
     def group(self) -> tuple[int, int]:
-        """The rows and columns of chunks that a task reads together: more than one only in shards."""
+        """How many rows and columns of chunks a task reads together: (1, 1) if there are no shards."""
         down, across, most = 1, 1, GROUP_BYTES // 2
         rows, columns = self.shards.chunks if self.shards else (1, 1)
         while down * across * self.chunk_bytes <= most and (2 * down <= rows or 2 * across <= columns):
@@ -89,7 +89,7 @@ class ObjectChunks(StoredChunks):
         return down, across
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block into `out`. Raises `ExecutionError` for damage, `StoreError` for failed requests."""
+        """Read a block. Raises `ExecutionError` for a damaged chunk, and `StoreError` for a failed request."""
         if self.group != (1, 1):
             self._read_group((rows, cols), out)
             return
@@ -144,7 +144,7 @@ class ObjectChunks(StoredChunks):
         return tags
 
     def _place(self, number: Place) -> tuple[str, int, int] | None:
-        """Return where a chunk is: key, offset, and bytes, -1 for the whole object; None if nowhere."""
+        """Return key, offset and size (-1 for a whole object) of a chunk; None if the chunk is not stored."""
         if self.shards is None:
             return self.key(number), 0, -1
         down, across = self.shards.chunks
@@ -193,13 +193,13 @@ class ObjectChunks(StoredChunks):
         self._decode(number, block, stored, out)
 
     def _lines(self, number: Place, length: int, block: Block) -> tuple[int, int]:
-        """Return where the lines of an uncompressed chunk that contain a block begin and end in it."""
+        """Return the range of bytes, in an uncompressed chunk, of the lines that contain a block."""
         if length not in (-1, self.chunk_bytes):
             self._damaged(number, f"it has {length} bytes instead of {self.chunk_bytes}")
         return self.encoding.lines_of(self.chunk, inside(block, self.chunk))
 
     def _decode(self, number: Place, block: Block, stored: Array, out: Array) -> None:
-        """Decode the bytes of a chunk, or the lines of an uncompressed one, and copy what is wanted."""
+        """Decode a chunk, or lines of an uncompressed one, from `stored`. Copy the part `block` to `out`."""
         wanted = inside(block, self.chunk)
         if self.encoding.raw:
             self.encoding.copy_lines(stored, self.chunk, wanted, out)
@@ -216,7 +216,7 @@ class ObjectChunks(StoredChunks):
 
 
 def runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Split spans, in the order of their starts, into runs that are read by one request each."""
+    """Yield runs of spans. Each run is read by one request. `spans` are in the order of their starts."""
     run: list[Span] = []
     end = 0
     for span in spans:
@@ -232,8 +232,8 @@ def runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
 class ObjectMatrix(ZarrMatrix):
     """A matrix in a zarr array of format 2 or 3 in an object store.
 
-    zarr writes sharded arrays, and reads and writes those with codecs that this package does not support. A
-    PUT replaces an object atomically, and is durable when it returns. So nothing needs to be flushed.
+    zarr writes sharded arrays. zarr also reads and writes arrays with codecs that this package does not
+    support. A PUT replaces an object atomically, and is durable when it returns. So no flush is needed.
     `guard` is called before each write. It raises an error if this run may no longer write.
     """
 
@@ -326,12 +326,12 @@ class ObjectMatrix(ZarrMatrix):
     def apply_redo(self, rows: Range, cols: Range) -> None:
         self.guard()
         for key in self._names(rows, cols):
-            with suppress(FileNotFoundError):  # an earlier process copied it, and deleted it after that
+            with suppress(FileNotFoundError):  # an earlier process copied the redo object and then deleted it
                 self._bucket.copy(self._redo + key, key)
             self._tags[key] = self._bucket.tag(key)
 
     def set_finished(self, finished: bool, uplo: str | None = None) -> None:
-        """Mark the array. With `finished`, first check that the objects are those written here."""
+        """Mark the array. With `finished`, first check that no other process has replaced its objects."""
         if finished:
             self._check_untouched()
         self.guard()
@@ -380,7 +380,7 @@ class ObjectMatrix(ZarrMatrix):
         return {("objects", self._bucket.url.replace("s3a://", "s3://"))}
 
     def _listing(self, limit: int | None = None) -> dict[str, str]:
-        """Return the ETags of the chunks or shards, by key: of all, or of about `limit`."""
+        """Return the ETags of all chunks or shards, or of about `limit` of them, by key."""
         found = self._bucket.listing(limit=limit)
         apart = (f"{SIDECAR}/", *METADATA)
         return {key: tag for key, (_, tag) in found.items() if not key.startswith(apart)}
@@ -392,7 +392,7 @@ def _digest(tags: dict[str, str]) -> str:
 
 
 def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:
-    """Open the zarr array in a bucket. Raises `InputError`, also if the store does not answer."""
+    """Open the zarr array in a bucket. Raises `InputError` if there is none or the store does not answer."""
     try:
         # Requests of our own, because zarr hides the reason of a failure, and reads files of any size.
         zarr_format = _format(f"{name} at {bucket.url}", bucket)

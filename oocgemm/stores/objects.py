@@ -1,8 +1,8 @@
 """Objects: their URLs, the requests for them, the folder of a journal, and the store that opens zarr arrays.
 
 Requests are made by the package obstore, which repeats a request that fails with HTTP status 5xx, 429 or 408,
-or with a broken or timed-out connection, also amid a response. Only when it gives up does an error reach this
-module. obstore and zarr are imported only for operands at such URLs.
+or with a broken or timed-out connection, also amid a response. An error reaches this module only when obstore
+has given up. obstore and zarr are imported only for operands at such URLs.
 """
 
 import importlib
@@ -36,8 +36,8 @@ REQUESTS = 64
 WEB = ("http", "https")
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", *WEB, "memory")
 _URL = re.compile(r"\b([a-z][a-z0-9]*)://([^\s'\"<>]*)")
-# An error of obstore begins with a line that states the request and the status. Then comes the response body
-# as XML, of which only these elements are worth showing, and the error once more in another form.
+# An error of obstore begins with a line that states the request and the status. Then come the response body
+# as XML, and the error once more in another form. Messages show the first line and these elements of the XML.
 _BODY = re.compile(r"<(Code|Message)>([^<]*)</")
 
 
@@ -66,7 +66,7 @@ def check_url(name: str, url: str) -> None:
 
 
 def redacted(url: str) -> str:
-    """Return a URL without user name, password, query, fragment and trailing slashes. Others are unchanged.
+    """Return a URL without user name, password, query, fragment and trailing slashes; other texts unchanged.
 
     >>> redacted("https://me:secret@host/a.zarr/?sig=secret")
     'https://host/a.zarr'
@@ -104,8 +104,9 @@ def _parsed(url: str) -> SplitResult | None:
         return None
 
 
-# How long obstore repeats a failed request: at most RETRIES times, and for RETRY_SECONDS. It waits for
-# FIRST_WAIT seconds, then twice as long each time, up to LONGEST_WAIT, all with jitter.
+# How long obstore repeats a failed request: at most RETRIES times, and at most for RETRY_SECONDS. Before the
+# first retry it waits for FIRST_WAIT seconds, before each further one twice as long, up to LONGEST_WAIT, all
+# with jitter.
 RETRIES, RETRY_SECONDS = 10, 180.0
 FIRST_WAIT, LONGEST_WAIT = 0.1, 15.0
 # A body is copied to its destination in parts of at least this many bytes, while the rest is in transit.
@@ -165,9 +166,12 @@ class Bucket:
             return None
 
     def get_part(self, key: str, start: int, size: int) -> Array:
-        """Return bytes from `start`, or the last ones for -1. Raises `FileNotFoundError`, `EOFError`."""
+        """Return `size` bytes from `start` on, or if `start` is -1 the last `size` bytes of the object.
+
+        Raises `FileNotFoundError` if there is no object, and `EOFError` if it is too short.
+        """
         with self.errors(key):
-            if start < 0 and type(self.store).__name__ == "AzureStore":  # it supports no range from the end
+            if start < 0 and type(self.store).__name__ == "AzureStore":  # which has no ranges from the end
                 start = max(0, self._api.head(self.store, key)["size"] - size)
             span = {"suffix": size} if start < 0 else (start, start + size)
             found = self._api.get(self.store, key, options={"range": span})
@@ -176,7 +180,7 @@ class Bucket:
         return content
 
     def read_into(self, key: str, start: int, out: Array) -> None:
-        """Read bytes from `start` on into `out`. Raises `FileNotFoundError`, and `EOFError` if too short."""
+        """Fill `out` from byte `start` on. Raises `FileNotFoundError`, or `EOFError` for a short object."""
         filled = 0
         with self.errors(key):
             found = self._api.get(self.store, key, options={"range": (start, start + out.nbytes)})
@@ -192,8 +196,9 @@ class Bucket:
     def replace(self, key: str, content: bytes, version: dict[str, str] | None) -> dict[str, str]:
         """Replace the given version of an object, or with None create it. Return the new version.
 
-        The content must be unique. If obstore repeats a PUT that had succeeded, its condition no longer
-        holds. The content then shows that it was this PUT. Raises `ChangedError` if it was another.
+        If obstore repeats a PUT that had succeeded, the condition of the PUT no longer holds. This method
+        then reads the object: if it has this `content`, which must be unique, the PUT had succeeded. Raises
+        `ChangedError` if another process has changed the object.
         """
         data = np.frombuffer(content, np.uint8)
         try:
@@ -208,7 +213,7 @@ class Bucket:
         return _version(done)
 
     def listing(self, below: str = "", limit: int | None = None) -> dict[str, tuple[int, str]]:
-        """Return the size and the ETag of all objects in the folder `below`, or of about `limit`, by key."""
+        """Return size and ETag, by key, of all objects in the folder `below`, or of about `limit` of them."""
         found: dict[str, tuple[int, str]] = {}
         with self.errors(below):
             for page in self._api.list(self.store, prefix=below or None, chunk_size=1000):
@@ -246,7 +251,7 @@ class Bucket:
             with self.errors(""):
                 if keys:
                     self._api.delete(self.store, keys)
-        except FileNotFoundError:  # of Google or Azure, which may not have deleted the others
+        except FileNotFoundError:  # Google or Azure raise this, and may not have deleted the other objects
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
@@ -282,7 +287,7 @@ class Bucket:
         denied = kind in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(
             error, PermissionError
         )
-        if denied or re.search(r"status code: 40[13]\b", text):  # obstore reports a listing so
+        if denied or re.search(r"status code: 40[13]\b", text):  # obstore reports a refused listing so
             return DeniedError(
                 f"{where}: access is denied ({text}): check the credentials, which come from the environment"
             )

@@ -11,7 +11,7 @@ A package adds a store by an entry point in its pyproject.toml, which names a su
     [project.entry-points."oocgemm.stores"]
     parquet = "my_package.stores:ParquetStore"
 
-The paths of results and of their journals are derived here, too, and it is found out whether matrices share
+This module also derives the paths of results and of their journals, and finds out whether matrices share
 data.
 """
 
@@ -57,7 +57,7 @@ def stores() -> Iterator[Store]:
 
 
 def store_of(operand: Any) -> Store:
-    """Return the store that opens an operand, or creates a result at a path. Every operand has one."""
+    """Return the store that opens an operand, or creates a result at a path. There always is such a store."""
     if ARRAYS.matches(operand):  # the other specific stores match no ndarray
         return ARRAYS
     return next(store for store in stores() if store.matches(operand))
@@ -65,7 +65,10 @@ def store_of(operand: Any) -> Store:
 
 @cache
 def installed() -> tuple[Store, ...]:
-    """Load the stores of other packages, in the order of their entry points. Warn of those that fail."""
+    """Return the stores of other packages, ordered by the names of their entry points.
+
+    Warns of stores that cannot be loaded.
+    """
     if not any_entry_point(GROUP):
         return ()
     from importlib.metadata import entry_points
@@ -89,10 +92,10 @@ def installed() -> tuple[Store, ...]:
 def open_matrix(
     name: str, source: Any, *, writable: bool = False, folder: Folder | None = None, decode: bool = True
 ) -> Matrix:
-    """Open an operand, or with `writable` an existing result, whose journal may be in `folder`.
+    """Open an operand or, with `writable`, an existing result. `folder` is that of the result's journal.
 
     With `decode`, respect what the attributes of an operand declare about its elements (`stores.declared`).
-    Raises `InputError`, for an unsupported dtype `UnsupportedError`.
+    Raises `InputError`; its subclass `UnsupportedError` if the dtype of an operand is not supported.
     """
     operand = os.fspath(source) if is_path(source) else source
     store = store_of(operand)
@@ -111,7 +114,7 @@ def open_matrix(
 
 
 def open_pair(a: tuple[str, Any], b: tuple[str, Any], *, decode: bool = True) -> tuple[Matrix, Matrix]:
-    """Open A and B. If a dtype is not supported, the error says how to convert both to one dtype."""
+    """Open and return A and B. If a dtype is not supported, the error says how to convert both operands."""
     found, stored = [], []
     for name, source in (a, b):
         try:
@@ -140,14 +143,14 @@ def create_output(
 
 
 def _local(folder: Folder | None) -> Path | None:
-    """Return the folder of a journal if it is local: no store keeps a result in another one."""
+    """Return the folder of a journal if it is local, else None: stores keep results only in local folders."""
     return folder if isinstance(folder, Path) else None
 
 
 def new_layout(
     place: Any, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
 ) -> Layout:
-    """Return the layout of a new result at `place`, or in memory (`Store.new_layout`)."""
+    """Return the layout (`Store.new_layout`) of a new result at `place`, or in memory if `place` is None."""
     if place is None:
         return ARRAYS.new_layout("", problem, chunks, compressor)
     path = os.fspath(place)
@@ -155,7 +158,7 @@ def new_layout(
 
 
 def reserve(matrix: Matrix) -> None:
-    """Allocate disk space for a result that is `Resumable`, or check for it. Raises `InputError`."""
+    """Allocate or check the disk space for a `Resumable` result. Raises `InputError` if it is too little."""
     if isinstance(matrix, Resumable):
         try:
             matrix.reserve()
@@ -192,7 +195,7 @@ def load_without_cupy(*operands: Any) -> None:
 
 
 def located(name: str, source: Any) -> Any:
-    """Return a path or URL as a string, without "file://"; other objects as they are. Raises `InputError`."""
+    """Return a path or URL as a string without "file://"; other objects unchanged. Raises `InputError`."""
     if not is_path(source):
         return source
     path = os.fsdecode(source).removeprefix("file://")
@@ -207,7 +210,7 @@ def exists(path: str) -> bool:
 
 
 def sidecar(source: Any) -> Folder | None:
-    """Return the folder for the journal of a run with this result; None if it cannot be resumed."""
+    """Return the folder for the journal of a run with this result; None if the run cannot be resumed."""
     operand = os.fspath(source) if is_path(source) else source
     return store_of(operand).journal_folder(operand)
 
@@ -223,7 +226,7 @@ def c_exists(folder: Folder) -> bool:
 
 
 def remove(folder: Folder) -> None:
-    """Delete a folder of redo files or objects with its content. It need not exist."""
+    """Delete a folder of redo files or objects with its content. The folder need not exist."""
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -256,7 +259,7 @@ def clear(folder: Folder, keep: Collection[str] = (), *, c: bool = True) -> None
 
 
 def check_apart(name: str, path: str, operand: Matrix) -> None:
-    """Raise `InputError` if a new file or array would overwrite an operand, or be inside its folder."""
+    """Raise `InputError` if a new result at `path` would overwrite an operand, or be inside its folder."""
     if "://" in path:
         return
     real = Path(os.path.realpath(path))
@@ -268,7 +271,7 @@ def check_apart(name: str, path: str, operand: Matrix) -> None:
 
 
 def same_place(one: Matrix, other: Matrix) -> bool:
-    """Return whether two matrices share memory or files, even if they were opened by different paths."""
+    """Return whether two matrices share memory or files, also if they were opened by different paths."""
     one, other = underlying(one), underlying(other)
     if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix):
         if overlap(one.array, other.array):

@@ -13,9 +13,10 @@ from oocgemm.planning.elements import GIVEN, STREAMED, ElementStep
 from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.stores.base import Array, named_dtype
 
-# Dtypes to which a transform may cast.
+# The dtypes to which a transform can cast.
 CASTS = ("float16", "bfloat16", "float32", "float64", "int8")
-# The result if `Transform.cast` is not given. Other integers are transformed to float64, which has all int32.
+# The dtype of the result if `Transform.cast` is not given, for each dtype that is not kept. float64 can
+# represent all int32.
 _DEFAULTS = {"int8": "float32", "int32": "float64", "int64": "float64"}
 
 
@@ -99,7 +100,7 @@ class Transform:
 
     @property
     def is_plain(self) -> bool:
-        """Whether elements stay what they are, except that missing ones become 0, and that C is corrected."""
+        """Whether elements keep their values, except that missing ones become 0. C may be corrected later."""
         imputes = self.imputes_mean or isinstance(self.impute, np.ndarray)
         kept = not (self.log1p or imputes or self.clip) and self.scale is None
         return kept and (self.center is None or self.cast == "int8")

@@ -1,8 +1,9 @@
 """Matrices whose elements are computed from those in storage when they are read, on the CPU.
 
-A `SteppedMatrix` puts elements through a chain of steps (`oocgemm.planning.elements`), which a GPU can do in
-its place: `TransformedMatrix` those of a `Transform`, `StandardizedMatrix` those that standardize lines.
-`ImputedMatrix` replaces missing genotypes by means, and `KnownMatrix` has ones where genotypes are known.
+A `SteppedMatrix` applies a chain of steps to its elements (`oocgemm.planning.elements`). A GPU can apply the
+steps instead. The steps of a `TransformedMatrix` are those of a `Transform`. The steps of a
+`StandardizedMatrix` standardize lines. `ImputedMatrix` replaces missing genotypes by means, and `KnownMatrix`
+has ones where genotypes are known.
 """
 
 import hashlib
@@ -20,27 +21,28 @@ from oocgemm.stores.arrays import in_float64, read_block
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, View, pieces
 from oocgemm.stores.transform import Transform
 
-# Elements that are transformed at a time. With fewer, threads mostly wait for the GIL.
+# Number of elements that are transformed at a time. With fewer elements, threads mostly wait for the GIL.
 SLAB = 1 << 18
-# Bytes of the temporary arrays for one slab: float64 elements, and which of them are missing.
+# Bytes of the temporary arrays for one slab: the elements in float64, and masks of missing elements.
 SLAB_BYTES = SLAB * 10
-# The dtype of standardized elements, by the dtype in storage, if it is not the same.
+# The dtype of standardized elements, for each dtype in storage that is not kept.
 RESULTS = dict.fromkeys(("float16", "bfloat16", "int8", "int32", "int64"), "float32")
-# Dtypes whose elements are cast by way of float64.
+# Dtypes in storage whose elements are first converted to float64, then cast.
 _BY_FLOAT64 = ("int32", "int64")
 DType = np.dtype[Any]
-# The axes of numbers (`ElementStep.axis`).
+# The values of `ElementStep.axis`: a step has one number per row, or one per column.
 _AXES = "rows", "cols"
 
 
-# The numbers of a step, per row or per column of an array; None if it has none.
+# The numbers of a step, one per row or column of an array; None if the step has no numbers.
 Numbers = Array | None
 
 
 def apply(steps: Sequence[ElementStep], numbers: Sequence[Numbers], x: Array) -> Array:
-    """Return float64 elements after a chain of steps. `x`, which has the stored elements, may be overwritten.
+    """Return the elements `x`, which are in float64, after a chain of steps. `x` may be overwritten.
 
-    `numbers` are those of the rows or columns of `x`. Overflows and invalid operations give Inf and NaN.
+    `numbers` has the numbers of each step for the rows or columns of `x`. Overflows and invalid operations
+    give Inf and NaN.
     """
     missing = {i: is_missing(x, step.constants[0]) for i, step in enumerate(steps) if step.kind == "impute"}
     with np.errstate(all="ignore"):
@@ -55,7 +57,7 @@ def apply(steps: Sequence[ElementStep], numbers: Sequence[Numbers], x: Array) ->
     return x
 
 
-# `impute` needs the stored elements: see `apply`.
+# The functions of all steps but `impute`, which needs to know the missing elements (`apply`).
 _FORMS: dict[str, Callable[[Array, ElementStep, Any], Array]] = {
     "log1p": lambda x, step, u: np.log1p(x, out=x),
     "center": lambda x, step, u: np.subtract(x, u, out=x),
@@ -66,8 +68,8 @@ _FORMS: dict[str, Callable[[Array, ElementStep, Any], Array]] = {
 
 
 def is_missing(x: Array, code: float) -> Array:
-    """Return which elements have the code of missing ones, which may be NaN."""
-    # NumPy would cast all integers to compare them with a float.
+    """Return a mask of the elements that are equal to `code`, the code of missing elements. It may be NaN."""
+    # To compare integers with a float, NumPy would cast all of them.
     same = int(code) if x.dtype.kind == "i" else code
     found: Array = np.isnan(x) if isnan(code) else x == same
     return found
@@ -86,11 +88,11 @@ class ElementView(View):
         change: what distinguishes the elements from those of other views of the matrix, as text.
     """
 
-    purpose: str  # of the memory for a piece (`read_block`)
+    purpose: str  # names the scratch memory for a piece (`read_block`)
     change = ""
 
     def __init__(self, matrix: Matrix, *, temporary_bytes: int, mask: bool, resident_bytes: int) -> None:
-        """View a matrix. Its elements take `temporary_bytes`, and with `mask` a byte each, to compute."""
+        """View a matrix. To compute a piece takes `temporary_bytes`, and with `mask` one byte per element."""
         super().__init__(matrix)
         self.stored, self.shape = matrix, matrix.shape
         found, itemsize = matrix.layout, matrix.dtype.itemsize
@@ -112,7 +114,7 @@ class ElementView(View):
             self._compute(raw, (r0, r1), (c0, c1), part)
 
     def _compute(self, raw: Array, rows: Range, cols: Range, out: Array) -> None:
-        """Compute the elements of a piece, the block `raw` of the matrix at these rows and columns."""
+        """Compute elements into `out` from `raw`, the block of the matrix at these rows and columns."""
         raise NotImplementedError
 
 
@@ -123,7 +125,7 @@ class SteppedMatrix(ElementView):
 
     Attributes:
         source: the matrix that is read.
-        matrix: what is viewed: `source`, or a view of it.
+        matrix: the matrix that is viewed: `source`, or a view of `source`.
         steps, numbers: the chain. Numbers are None if they are unknown: a plan does not need them.
     """
 
@@ -136,7 +138,7 @@ class SteppedMatrix(ElementView):
         numbers: Sequence[Numbers] | None,
         dtype: np.dtype[Any],
     ) -> None:
-        """View a matrix with further steps, whose result has the given dtype."""
+        """View a matrix, and apply further steps to its elements. The results are rounded to `dtype`."""
         inner = matrix if isinstance(matrix, SteppedMatrix) else None
         self.source: Matrix = matrix if inner is None else inner.source
         self.matrix = matrix
@@ -146,7 +148,7 @@ class SteppedMatrix(ElementView):
         if inner is not None:
             known = inner.numbers is not None and self.own_numbers is not None
             self.numbers = (*inner.numbers, *self.own_numbers) if known else None  # type: ignore[misc]
-        # The numbers, and a copy of them while they go to a device.
+        # The numbers, and a second copy of them for the transfer to a device.
         extents = dict(zip(_AXES, matrix.shape, strict=True))
         held = 2 * 8 * sum(extents[step.axis] for step in self.steps if step.axis)
         super().__init__(self.source, temporary_bytes=SLAB_BYTES, mask=False, resident_bytes=held)
@@ -169,11 +171,11 @@ class SteppedMatrix(ElementView):
 
     @property
     def is_measurable(self) -> bool:
-        """Whether a GPU can find the numbers in panels: those of small integers, whose sums are exact."""
+        """Whether a GPU can compute the numbers from panels: they are exact sums of small integers."""
         return False
 
     def exact(self) -> "SteppedMatrix":
-        """Return a view with deferred steps done, in float64 if there are any: what the product has."""
+        """Return a view that also applies the deferred steps. It is in float64 if there are such steps."""
         return self
 
     @property
@@ -181,14 +183,14 @@ class SteppedMatrix(ElementView):
         return self.numbers is not None
 
     def number(self, kind: str) -> Numbers:
-        """Return the numbers of the last step of a kind; None if there is none. They must be known."""
+        """Return the known numbers of the last step of a kind; None if there is no such step."""
         assert self.numbers is not None, "the matrix was opened only to plan"
         found = [u for step, u in zip(self.steps, self.numbers, strict=True) if step.kind == kind]
         return found[-1] if found else None
 
     @property
     def what(self) -> str:  # type: ignore[override]
-        """What happens to the elements, as text."""
+        """A text that says what happens to the elements."""
         raise NotImplementedError
 
     @property
@@ -276,9 +278,9 @@ class TransformedMatrix(SteppedMatrix):
 class StandardizedMatrix(SteppedMatrix):
     """A read-only view of a matrix with ``(x - mean) * inverse`` in place of each element x.
 
-    The mean is that of the element's *line*, its row or its column, in float64. So is the inverse, which is 0
-    for a line of equal elements; if lines are not `scaled`, there is none. The result has the dtype of
-    `RESULTS`, or the one that is given.
+    A *line* is a row or a column. The mean of each line, and the inverse of its scale, are in float64. The
+    inverse is 0 for a line of equal elements. Lines that are not `scaled` have no inverse. The result has the
+    dtype in `RESULTS`, or the given `dtype`.
     """
 
     purpose = "unstandardized"
@@ -318,12 +320,12 @@ def _standardized(matrix: Matrix) -> np.dtype[Any]:
 
 
 class ImputedMatrix(ElementView):
-    """A read-only view of a matrix of genotypes, in which missing ones have the mean of their variant."""
+    """A read-only view of genotypes, with the mean of the variant in place of each missing genotype."""
 
     purpose = "genotypes"
 
     def __init__(self, matrix: Matrix, variant_axis: int, code: float, means: Array) -> None:
-        """View genotypes, whose `variant_axis` has variants, with these `means` of known ones."""
+        """View genotypes. `variant_axis` numbers the variants, and `means` has the mean of each variant."""
         numbers = means.astype(np.float32)
         super().__init__(matrix, temporary_bytes=0, mask=True, resident_bytes=numbers.nbytes)
         self._variant_axis, self._code, self._means = variant_axis, code, numbers
@@ -342,7 +344,8 @@ class ImputedMatrix(ElementView):
 class KnownMatrix(ElementView):
     """A read-only view of a matrix with 1 where a genotype is known and its variant is used, else 0.
 
-    The product of the view and its transpose has the numbers of variants that both of two individuals have.
+    The product of the view and its transpose counts the used variants that are known in both of two
+    individuals.
     """
 
     purpose = "genotypes"
@@ -350,7 +353,7 @@ class KnownMatrix(ElementView):
     def __init__(
         self, matrix: Matrix, variant_axis: int, code: float | None, used: Array, dtype: str
     ) -> None:
-        """View genotypes, whose `variant_axis` has variants, `used` or not, in a given dtype."""
+        """View genotypes as `dtype`. `variant_axis` numbers the variants; `used` tells which are used."""
         numbers = used.astype(dtype)
         super().__init__(matrix, temporary_bytes=0, mask=True, resident_bytes=numbers.nbytes)
         self._variant_axis, self._code, self._used = variant_axis, code, numbers
@@ -370,7 +373,7 @@ class KnownMatrix(ElementView):
 
 
 def change_of(matrix: Matrix) -> str:
-    """Return what distinguishes the elements of a matrix from those in storage, as text; "" if nothing."""
+    """Return a text that says how elements of a matrix differ from those in storage; "" if they do not."""
     return matrix.change if isinstance(matrix, ElementView) else ""
 
 
