@@ -89,7 +89,7 @@ class ObjectChunks(StoredChunks):
         return down, across
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block. Raises `ExecutionError` for a damaged chunk, and `StoreError` for a failed request."""
+        """Read a block. Raises `ExecutionError` for a damaged chunk, `StoreError` for a failed request."""
         if self.group != (1, 1):
             self._read_group((rows, cols), out)
             return
