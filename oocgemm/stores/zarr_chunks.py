@@ -1,14 +1,14 @@
 """Read and write chunks of local zarr arrays without zarr.
 
-This is faster: zarr copies all chunks in a single thread of the process, and this module works in the calling
-threads. Where possible, it reads or decodes a chunk straight into its destination.
+This module is faster than zarr: zarr copies all chunks in a single thread of the process, and this module
+works in the calling threads. Where possible, it reads or decodes a chunk straight into its destination.
 
 In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
 
 Blocks of many chunk files are read together, so that Python releases the GIL once for all of them. `gather`
-reads uncompressed chunks straight into their destination. `decode` reads the stored bytes of small encoded
-chunks into scratch memory, and then decodes one after the other. Both leave unusual files, such as missing or
-damaged ones, to `DirectChunks.read`. `DirectChunks.fetch` reads compressed chunks as they are stored, for a
+reads uncompressed chunks straight into their destination. `decode` reads the stored bytes of small chunks
+into scratch memory, and then decodes chunk after chunk. Both leave unusual files, such as missing or damaged
+files, to `DirectChunks.read`. `DirectChunks.fetch` reads compressed chunks as they are stored, for a
 GPU that decodes them.
 """
 
@@ -67,12 +67,13 @@ from oocgemm.stores.lines import (
     read_ranges,
 )
 
-# Files that a thread has open when it reads many together.
+# Maximum number of files that a thread has open when it reads many files together.
 MAX_OPEN = 32
-# Lines (rows of chunks) that are read together. Their addresses take 32 bytes each.
+# Number of lines (rows of chunks) that are read together. The addresses of a line take 32 bytes.
 MAX_LINES = 4096
-# Encoded chunks of at most MAX_DECODED bytes before compression, and uncompressed ones of at most MAX_COPIED,
-# are read into scratch memory, and decoded or copied from there. It has at most STORED_BYTES per thread.
+# Encoded chunks of at most MAX_DECODED bytes before compression, and uncompressed chunks of at most
+# MAX_COPIED bytes, are read into scratch memory, and decoded or copied from there. A thread has at most
+# STORED_BYTES of this memory.
 MAX_DECODED, MAX_COPIED, STORED_BYTES = 512 << 10, 1 << 20, 1 << 20
 # On many cores, stored bytes of about this size are read by one call, because the GIL is contended. On few
 # cores, each chunk is decoded as soon as it is read, while its stored bytes are in the processor's cache.
@@ -82,17 +83,18 @@ BATCH_BYTES_ON_MANY_CORES = 512 << 10
 MIN_LINE_ON_MANY_CORES = 256
 # If the rows of a chunk are not adjacent in memory and have fewer bytes than this, they are copied together
 # before they are written: direct I/O takes a segment per row. On two Zen 5 cores with a virtual disk, rows of
-# 2 KiB were written at 1.4 GB/s, and after a copy at 2.9; on a host of an H100 at 1.2 and 1.8. Rows of 8 KiB
-# were written as fast without the copy.
+# 2 KiB were written at 1.4 GB/s without the copy, and at 2.9 GB/s with it. On the host of an H100, the rates
+# were 1.2 and 1.8 GB/s. Rows of 8 KiB were written as fast without the copy.
 MIN_DIRECT_ROW = 8 << 10
-# Files that a thread has open when it fetches compressed chunks: it reads these together.
+# Maximum number of files that a thread has open when it fetches compressed chunks: it reads them together.
 MAX_FETCHED = 48
 _SHUFFLED = 1  # the number of the byte shuffle in numcodecs
 # Rows and columns of the matrix.
 Block = tuple[Range, Range]
-# A file of the array (a chunk or a shard), by its number, and the block of the matrix that is needed of it.
+# The number of a file of the array (a chunk or a shard), and the block of the matrix that is needed of it.
 Needed = tuple[tuple[int, int], Block]
-# The offset of a chunk in its file, None if it is not stored; its length; and what is needed of it.
+# The offset of a chunk in its file, None if the chunk is not stored; the length of the chunk; and the block
+# of the matrix that is needed of the chunk.
 Place = tuple[int | None, int, Block]
 # If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
 MISSING = (1 << 64) - 1
@@ -120,13 +122,13 @@ class Shards:
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
-        """Read the offset and length of each chunk: (rows, columns, 2). Raises `ValueError`."""
+        """Return the offset and length of each chunk, an array (rows, columns, 2). Raises `ValueError`."""
         if file.size < self.index_bytes:
             raise ValueError(f"it has {file.size} bytes, and its index alone has {self.index_bytes}")
         return self.parsed(file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes))
 
     def parsed(self, stored: Array) -> Array:
-        """Do the work of `index`, given the bytes of the index."""
+        """Return the array that `index` returns, given the stored bytes of the index."""
         content = checked_content(stored) if self.checksum else stored
         return content.view(self.dtype).reshape(*self.chunks, 2)
 
@@ -151,7 +153,7 @@ class StoredChunks:
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of a chunk before compression, also of one at an edge of the array."""
+        """The bytes of a chunk before compression. Chunks at the edges of the array have as many."""
         return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
 
@@ -161,8 +163,8 @@ class DirectChunks(StoredChunks):
 
     - `root`: the array's folder.
     - `worth_caching`: whether the array is small enough to stay in the page cache. If false, reads of
-      uncompressed chunks bypass the page cache. If true, only the first read of whole rows bypasses it, since
-      a single read is fastest that way. A second read fills the page cache.
+      uncompressed chunks bypass the page cache. If true, only the first read of whole rows bypasses it: a
+      single read is fastest if it bypasses the page cache. A second read fills the page cache.
     - `cached`: whether the page cache contains the files, so that many are read together.
     - `unchanging`: promises that nobody writes to the array during the run. A missing chunk file then is an
       error if files were created or deleted in its folders since the array was opened. Otherwise it means
@@ -178,11 +180,11 @@ class DirectChunks(StoredChunks):
     opener: Opener = field(default_factory=Opener, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.unchanging or self._mtimes:  # `replace` keeps them
+        if not self.unchanging or self._mtimes:  # `replace` keeps the times
             return
         folders = self._folders((0, 0))
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
-        # With file names such as "c/0/1", each row of chunks has its own folder. Record all these too.
+        # With file names such as "c/0/1", each row of chunks has its own folder. Record these folders, too.
         if folders[0] != self._folders((1, 0))[0]:
             with suppress(OSError), os.scandir(folders[1]) as entries:
                 paths = [entry.path for entry in entries if entry.is_dir()]
@@ -190,12 +192,12 @@ class DirectChunks(StoredChunks):
 
     @cached_property
     def stored_as_is(self) -> bool:
-        """Whether stored bytes are elements, row by row, so that rows are read into rows of a block."""
+        """Whether the stored bytes are the elements, row by row, so that reads can fill a block directly."""
         return self.encoding.raw and self.encoding.in_place
 
     @property
     def line_bytes(self) -> int:
-        """The bytes of a line of a chunk, whose elements are contiguous, before compression."""
+        """The bytes, before compression, of a line of a chunk: a row, or a column in Fortran order."""
         return self.chunk[self.encoding.order == "C"] * self.encoding.dtype.itemsize
 
     @property
@@ -207,15 +209,15 @@ class DirectChunks(StoredChunks):
 
     @property
     def stored_bytes(self) -> int:
-        """The scratch memory of a thread for stored bytes of chunks that are read together."""
-        # An encoded chunk can be a little larger than its elements. Few cores read one chunk at a time.
+        """The bytes of scratch memory of a thread for stored bytes of chunks that are read together."""
+        # An encoded chunk can be a little larger than its elements. On few cores, one is read at a time.
         alone = 1 if self.encoding.raw else 2
         together = padded((MAX_OPEN if many_cores() else alone) * self.chunk_bytes)
         return min(STORED_BYTES, together) if self.decodes_together else 0
 
     @property
     def scratch_bytes(self) -> int:
-        """The scratch memory of a thread that reads uncompressed chunks."""
+        """The bytes of scratch memory of a thread that reads uncompressed chunks."""
         return min(SCRATCH_BYTES, max(MAX_LINE, padded(self.chunk_bytes))) + self.stored_bytes
 
     @property
@@ -224,7 +226,7 @@ class DirectChunks(StoredChunks):
         return self.chunk[0] * across[0], self.chunk[1] * across[1]
 
     def in_page_cache(self) -> bool:
-        """Return whether the page cache seems to contain the files, by `SAMPLED_FILES` of them."""
+        """Return whether the page cache seems to contain the files. Checks `SAMPLED_FILES` of the files."""
         grid = [-(-extent // of) for extent, of in zip(self.shape, self._file_extents, strict=True)]
         count = grid[0] * grid[1]
         for at in range(0, count, -(-count // SAMPLED_FILES)):
@@ -235,7 +237,7 @@ class DirectChunks(StoredChunks):
             except FileNotFoundError:
                 continue  # the chunk has only the fill value
             except (OSError, EOFError):
-                return False  # a read of the file will say what is wrong
+                return False  # a read of the file raises an error that says what is wrong
         return True
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -303,24 +305,24 @@ class DirectChunks(StoredChunks):
         if stored is None or all(stream.raw for stream in stored.streams):
             return None
         share = found.size / self.chunk_bytes
-        # Panels that are used again are read again: the page cache must have room for the files.
+        # A panel that is used several times is read as often: the page cache must have room for the files.
         if not worth_caching(int(share * self.shape[0] * self.shape[1] * itemsize)):
             return None
         return Coding(decoded, max(stream.length for stream in stored.streams), share)
 
     @property
     def codec(self) -> str:
-        """How a GPU could compress chunks that are written, padded with 0 at edges; "" if it could not."""
+        """How a GPU can compress new chunks, which it pads with 0 at edges; "" if it cannot."""
         encoding, compressor = self.encoding, self.encoding.compressor
         shuffled = getattr(compressor, "shuffle", _SHUFFLED) == _SHUFFLED
-        fast = getattr(compressor, "cname", "") != "lz4hc"  # whose user wants short chunks
+        fast = getattr(compressor, "cname", "") != "lz4hc"  # lz4hc is chosen for small chunks
         return _name(compressor) if encoding.in_place and shuffled and fast and self.fill == 0 else ""
 
     def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
         """Read the stored bytes of the chunks of a block, one after another, into `out`.
 
-        The size in the result is 0 for a chunk that is not stored or cannot be read: `read` says what is
-        wrong. A CRC behind a chunk does not count, and is not verified.
+        The size in the result is 0 for a chunk that is not stored or cannot be read: `read` then says what is
+        wrong. The size excludes a CRC behind the chunk, which is not verified.
         """
         found, end = {part: (0, 0) for _, part in cut((rows, cols), self.chunk)}, 0
         crc = CHECKSUM_BYTES if self.encoding.checksum else 0
@@ -346,13 +348,13 @@ class DirectChunks(StoredChunks):
 
     @cached_property
     def cached_files(self) -> CachedChunks | None:
-        """The chunks for compiled code; None if it cannot read them, or not straight into a destination."""
+        """The chunks for compiled code; None if it cannot read them straight into a destination."""
         if self.shards or not (self.cached and self.stored_as_is):
             return None
         return chunk_files(self.root, self.key, self.chunk, self.encoding.dtype.itemsize)
 
     def _read_cached(self, rows: Range, cols: Range, out: Array) -> list[int] | None:
-        """Read by compiled code. Return the other chunks, counted row by row; None if it is no use."""
+        """Read by compiled code. Return the numbers, row by row, of unread chunks; None if all are unread."""
         if self.cached_files is None:
             return None
         if self.chunk_bytes >= MIN_DIRECT and not many_cores():
@@ -360,7 +362,7 @@ class DirectChunks(StoredChunks):
         return self.cached_files.read(rows, cols, out)
 
     def _gathers(self, out: Array) -> bool:
-        """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""
+        """Return whether `gather` can read chunks into `out`, and is the fastest way to read them."""
         if not (self.stored_as_is and copies_bytes(self.encoding.dtype, out) and out.size):
             return False
         if self.chunk_bytes >= MIN_DIRECT and not (self.cached and many_cores()):
@@ -368,7 +370,10 @@ class DirectChunks(StoredChunks):
         return self.line_bytes >= min_line() or out.strides[0] == self.line_bytes
 
     def places(self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range]) -> Iterator[Place]:
-        """Find the chunks of a block in the open file of a chunk or shard. Raises `ExecutionError`."""
+        """Yield the places of the chunks of a block in the open file of a chunk or shard.
+
+        Raises `ExecutionError` for a damaged file.
+        """
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
@@ -459,9 +464,9 @@ def min_line() -> int:
 
 
 def gather(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
-    """Read blocks of uncompressed chunks from many files together into `out`, which is for `block`.
+    """Read blocks of uncompressed chunks from many files together. `out` is the destination of `block`.
 
-    Returns what must be read from one file at a time, because something about the file is unusual.
+    Returns the files, and the blocks needed of them, that must be read one at a time: they are unusual.
     """
     line, pitch = chunks.chunk[1] * out.itemsize, out.strides[0]
     waiting, owners, lines, failed = list[FilePart](), list[int](), 0, set[int]()
@@ -491,7 +496,7 @@ def gather(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Ar
 def _lines(
     chunk: tuple[int, int], block: Block, out: Array, part: Block, offset: int, descriptor: int
 ) -> Iterator[FilePart]:
-    """Yield the parts of a file, and their places in `out`, that one chunk of a block consists of."""
+    """Yield the parts of a file from which the block `part` of a chunk is read into `out`."""
     (height, width), ((r0, r1), (c0, c1)) = chunk, part
     line, pitch = width * out.itemsize, out.strides[0]
     start = offset + r0 % height * line + c0 % width * out.itemsize
@@ -506,7 +511,7 @@ def _lines(
 
 
 def decode(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
-    """Do what `gather` does for small chunks, through scratch memory. Of raw ones, only lines are read."""
+    """Read small chunks like `gather`, but through scratch memory. Of raw chunks, read only needed lines."""
     failed = set[int]()
     batch = _Batch(chunks, block, out, failed)
     for at, file, (offset, length, part) in _stored(chunks, needed, failed, batch.decode):
@@ -524,7 +529,7 @@ class _Batch:
     """Stored bytes of chunks that are read together into scratch memory, and decoded from there."""
 
     def __init__(self, chunks: DirectChunks, block: Block, out: Array, failed: set[int]) -> None:
-        """Create an empty batch. `decode` adds to `failed`."""
+        """Create an empty batch. `decode` adds the index of each unreadable or damaged file to `failed`."""
         self._chunks, self._block, self._out, self._failed = chunks, block, out, failed
         self._memory = scratch(chunks.stored_bytes, "stored")
         self._address, self._filled = self._memory.ctypes.data, 0
@@ -538,7 +543,10 @@ class _Batch:
             self._decompress = decompresser(encoding.compressor.codec_id)
 
     def add(self, at: int, part: Block, descriptor: int, offset: int, size: int) -> None:
-        """Add the stored bytes, or lines, of a chunk with the block `part`, in the file of index `at`."""
+        """Add the stored bytes, or lines, of a chunk to the batch.
+
+        They are `size` bytes at `offset` of the file of index `at`. `part` is the block needed of the chunk.
+        """
         if size > self._memory.nbytes:
             self._failed.add(at)
             return
@@ -569,7 +577,7 @@ class _Batch:
             return [-1]
 
     def _decoded(self, place: int, size: int, part: Block) -> bool:
-        """Decode `size` bytes at the address `place` into a block. Return whether it worked."""
+        """Decode the `size` bytes at the address `place` into the block `part`. Return whether it worked."""
         encoding, shape = self._chunks.encoding, self._chunks.chunk
         wanted, target = inside(part, self._chunks.chunk), view(self._out, self._block, part)
         if self._decompress is not None:
@@ -597,11 +605,11 @@ def _stored(
     read: Callable[[], None],
     most: int | None = None,
 ) -> Iterator[tuple[int, OpenFile, Place]]:
-    """Open files, at most `most` at a time, and yield where the chunks in them are.
+    """Open files, at most `most` at a time, and yield the places of the chunks in the files.
 
     Yields the index of each file in `needed`, the open file, and the place of each needed chunk in it. Adds
-    to `failed` the index of a file that cannot be opened or is damaged. Calls `read`, which reads what was
-    yielded, before files are closed.
+    to `failed` the index of a file that cannot be opened or is damaged. Before it closes files,
+    it calls `read`, which reads the chunks that were yielded.
     """
     opened = list[int]()
     try:
@@ -628,14 +636,14 @@ def _stored(
 
 
 def inside(block: Block, chunk: tuple[int, int]) -> tuple[slice, slice]:
-    """Return the rows and columns of a chunk that a block of the matrix, inside this chunk, has."""
+    """Return the rows and columns, in a chunk, of a block of the matrix that is inside this chunk."""
     (r0, r1), (c0, c1) = block
     top, left = r0 % chunk[0], c0 % chunk[1]
     return slice(top, top + r1 - r0), slice(left, left + c1 - c0)
 
 
 def view(array: Array, block: Block, part: Block) -> Array:
-    """Return the view of `array`, which is for `block`, with the rows and columns `part`."""
+    """Return a view of `array`, which has the elements of `block`, with the rows and columns `part`."""
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part
     return array[r0 - top : r1 - top, c0 - left : c1 - left]

@@ -81,7 +81,7 @@ PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 
 
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
-    """Return the most bytes, before compression, of the chunks that one call to zarr reads or writes."""
+    """Return the maximum bytes, before compression, of the chunks that a call to zarr reads or writes."""
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
 
@@ -90,14 +90,14 @@ class ZarrMatrix:
     """A matrix in a zarr array of format 2 or 3.
 
     If the array is local and `oocgemm.stores.codecs` supports its encoding, this package reads and writes its
-    chunk files directly (`DirectChunks`). Otherwise zarr does.
+    chunk files directly (`DirectChunks`). Otherwise zarr reads and writes them.
     """
 
     def __init__(self, name: str, array: "zarr.Array[Any] | Metadata", *, unchanging: bool = False) -> None:
-        """Wrap an array that zarr opened, or one whose metadata was read. See `DirectChunks.unchanging`."""
-        if array.dtype.kind not in "biufc":  # text is refused here: zarr warns about its metadata
+        """Wrap an array that zarr opened, or the metadata of one. For `unchanging` see `DirectChunks`."""
+        if array.dtype.kind not in "biufc":  # refuse text before zarr warns about its metadata
             checked(name, array.shape, array.dtype)
-        # The array as opened by zarr, None until it is needed; and the one from which zarr reads blocks.
+        # `_array` is the array as zarr opened it, None until it is needed. From `_read`, zarr reads blocks.
         self._array: Any = None
         self._read: Any = None
         if isinstance(array, Metadata):
@@ -163,7 +163,7 @@ class ZarrMatrix:
         return ceil_div(self.shape[0], chunk[0]), ceil_div(self.shape[1], chunk[1])
 
     def _keys_found(self) -> Iterator[str]:
-        """Yield the keys of what is stored of the array, relative to it; nothing if that is unknown."""
+        """Yield the keys, relative to the array, of its stored objects; nothing if these keys are unknown."""
         if self._metadata.folder is not None:
             return files_in(self._metadata.folder)
         from oocgemm.stores.zarr_through import keys_in
@@ -204,7 +204,7 @@ class ZarrMatrix:
         self._read.get_basic_selection((slice(*rows), slice(*cols)), out=target)
 
     def _failing(self, rows: Range, cols: Range, out: Array) -> str:
-        """Find the first chunk of a block that cannot be read. Return its key. `out` is overwritten."""
+        """Return the key of the first chunk of a block that cannot be read. `out` is overwritten."""
         for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
             number = r[0] // self.layout.writing.chunk[0], c[0] // self.layout.writing.chunk[1]
             try:
@@ -313,14 +313,14 @@ class ZarrMatrix:
         return chunk_fingerprints(self.folder, self._metadata.key, self._grid)
 
     def reserve(self) -> None:
-        """Raise `InputError` if the disk has too little room for all chunks, whose sizes must be known."""
+        """Raise `InputError` if the disk has too little room for all chunks, unless these are compressed."""
         if self.raw and free_bytes(str(self.folder)) < raw_bytes(
             self.shape, self.layout.writing.chunk, self.dtype.itemsize
         ):
             check_room(self.name, str(self.folder), self.missing_bytes())
 
     def missing_bytes(self) -> int:
-        """Estimate the disk space of missing chunks, each as large as the average stored one."""
+        """Estimate the disk space of missing chunks, given the mean size of the stored chunks."""
         stored, chunk = [], self.layout.writing.chunk
         names = self._names((0, self.shape[0]), (0, self.shape[1]))
         for name in names:
@@ -353,7 +353,7 @@ class ZarrMatrix:
         return [self._metadata.key(number) for number, _ in blocks]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
-        """Return whether a block consists of whole chunks, or shards. One at the edge counts as whole."""
+        """Return whether a block consists of whole chunks or shards, which the array's edge may cut."""
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(
@@ -363,7 +363,7 @@ class ZarrMatrix:
 
     @property
     def _mark(self) -> Mapping[str, Any]:
-        """What runs have noted in the attribute of the array."""
+        """The value of `ATTRIBUTE` of the array; empty if it has none."""
         attributes = self._metadata.attributes if self._array is None else self.array.attrs
         mark = attributes.get(ATTRIBUTE)
         return mark if isinstance(mark, Mapping) else {}
@@ -389,7 +389,7 @@ class ZarrMatrix:
 def _move(names: Sequence[str], source: Path, target: Path) -> None:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        # It is missing if an earlier call, before a crash, moved it, or if it is outside of the triangle.
+        # A file is missing if a call before a crash moved it, or if its chunk is outside of the triangle.
         with suppress(FileNotFoundError):
             os.replace(source / name, target / name)
 
@@ -403,13 +403,13 @@ def reason(error: BaseException) -> str:
 
 
 def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
-    """Return what reads and writes chunks without zarr; None for remote or empty arrays, and other codecs."""
+    """Return the chunks, to use them without zarr; None for remote and empty arrays, and unknown codecs."""
     fields = found.stored_chunks()
     if found.folder is None or fields is None:
         return None
     cacheable = worth_caching(found.shape[0] * found.shape[1] * found.dtype.itemsize)
     chunks = DirectChunks(root=found.folder, unchanging=unchanging, worth_caching=cacheable, **fields)
-    # Only such files are worth the check. A result is read once, and its blocks pass through host slots.
+    # Check the page cache only for operands. A result is read once, and its blocks pass through host slots.
     if chunks.unchanging and chunks.worth_caching and chunks.stored_as_is:
         return replace(chunks, cached=chunks.in_page_cache())
     return chunks
@@ -490,7 +490,7 @@ class ZarrPaths(Store):
         return new_zarr_layout(problem, chunks, compressor)
 
     def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
-        """Create an array. Check the free space only if chunks are not compressed: else it is unknown."""
+        """Create an array. Check the free space only without compression: compressed sizes are unknown."""
         if "://" not in new.path:
             if new.compressor in (None, "none"):
                 check_room(new.name, new.path, raw_bytes(new.shape, new.chunks, new.dtype.itemsize))
@@ -513,7 +513,7 @@ class ZarrPaths(Store):
 def new_zarr_layout(
     problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None, *, requests: int = 0
 ) -> Layout:
-    """Return the layout of a new array, with `requests` PUTs in flight in an object store."""
+    """Return the layout of a new array. `requests`: PUTs in flight to an object store; 0 for files."""
     if chunks is not None and not (
         isinstance(chunks, tuple | list)
         and len(chunks) == 2
@@ -547,7 +547,7 @@ def check_compressor(name: str) -> None:
 
 
 def check_free(path: str, wanted: int = 0) -> None:
-    """Raise `InputError` if no new group can be at a path, or if its disk has not `wanted` free bytes."""
+    """Raise `InputError` if no group can be created at a path, or if its disk lacks `wanted` free bytes."""
     if "://" in path:
         raise InputError(f"{path} is a URL, but results of this kind are written to local paths only")
     if kind := "a .npy file" if path.endswith(".npy") else format_of(path):
@@ -561,13 +561,13 @@ def check_free(path: str, wanted: int = 0) -> None:
 
 
 def save_arrays(path: str, arrays: Mapping[str, Array]) -> None:
-    """Write arrays to a new zarr group, which appears at the path when complete. Raises `InputError`."""
+    """Write arrays to a new zarr group, and rename it into place when complete. Raises `InputError`."""
     import zarr
 
     check_free(path)
     unfinished = f"{path.rstrip('/')}.unfinished"
     try:
-        group = zarr.create_group(unfinished, overwrite=True)  # a killed run may have left one
+        group = zarr.create_group(unfinished, overwrite=True)  # a killed run may have left such a group
         for name, array in arrays.items():
             rows = max(1, CHUNK_BYTES * max(1, len(array)) // max(1, array.nbytes))
             chunks = (min(rows, max(1, len(array))), *(max(1, extent) for extent in array.shape[1:]))

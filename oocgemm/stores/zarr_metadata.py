@@ -30,7 +30,7 @@ from oocgemm.stores.zarr_chunks import Shards
 METADATA = V3, V2, V2_ATTRIBUTES = "zarr.json", ".zarray", ".zattrs"
 # Files of a group of format 2. The second has the metadata of all its arrays.
 V2_GROUP, CONSOLIDATED = ".zgroup", ".zmetadata"
-# The most bytes that such files may have. Once parsed, they take several times as much, outside the budget.
+# The maximum bytes of such files. The parsed files take several times as much memory, outside the budget.
 MAX_METADATA, MAX_CONSOLIDATED = 1 << 20, 64 << 20
 _LIMITS = dict.fromkeys((*METADATA, V2_GROUP), MAX_METADATA) | {CONSOLIDATED: MAX_CONSOLIDATED}
 # The dtypes of arrays that are opened without zarr. bfloat16 needs the package ml_dtypes. Only the code that
@@ -61,7 +61,7 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
 }
 # The function that returns the key of a chunk, given its numbers in the grid.
 Key = Callable[[tuple[int, ...]], str]
-# The encodings of keys that zarr has, by their names and separators. Arrays of format 2 have the last two.
+# zarr's encodings of keys, as (name, separator). Arrays of format 2 have only the last two encodings.
 _ENCODINGS = (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
 
 
@@ -105,7 +105,7 @@ class Metadata:
         }
 
     def with_attribute(self, name: str, value: object) -> "Metadata":
-        """Set an attribute in the metadata of a local array, or with None delete it. Raises `OSError`."""
+        """Set an attribute of a local array, or delete it (None). Return new metadata. Raises `OSError`."""
         assert self.folder is not None
         path = self.folder / (V3 if self.zarr_format == 3 else V2_ATTRIBUTES)
         document: dict[str, Any] = json.loads(read_regular(path)) if path.exists() else {}
@@ -120,7 +120,7 @@ class Metadata:
 def check_sizes(
     place: str, size_of: Callable[[str], int | None], names: Iterable[str] = tuple(_LIMITS)
 ) -> set[str]:
-    """Return which metadata files there are. Raises `InputError` for one that is too large to be read."""
+    """Return the names of existing metadata files. Raises `InputError` if one is too large to be read."""
     present = set()
     for name in names:
         size, limit = size_of(name), _LIMITS[name]
@@ -136,7 +136,7 @@ def check_sizes(
 
 
 def local_size(folder: str, name: str) -> int | None:
-    """Return the size of a file; None if there is none. Raises `PermissionError` for one that is refused."""
+    """Return the size of a file; None if it is missing. Raises `PermissionError` for a refused file."""
     try:
         with open(os.path.join(folder, name), "rb", opener=open_regular) as file:
             return os.fstat(file.fileno()).st_size
@@ -342,7 +342,7 @@ def _allows(values: Container[Any], value: Any) -> bool:
 
 
 def _extents(stated: Any) -> tuple[int, int]:
-    """Return `stated` as a tuple. Raises `ValueError` unless it consists of two positive integers."""
+    """Return two extents as a tuple. Raises `ValueError` unless `stated` is two positive integers."""
     if len(stated) != 2 or not all(type(extent) is int and extent > 0 for extent in stated):
         raise ValueError(f"shapes and chunk shapes must be two positive integers, not {stated}")
     return stated[0], stated[1]
@@ -378,12 +378,12 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 
 # The key of a chunk in any encoding of keys, also of arrays with other numbers of dimensions.
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*", re.ASCII)
-# The folders of chunks, and how many of them one key has.
+# The names of folders of chunks, and the maximum number of folders in a key.
 _FOLDER, _DEPTH = re.compile(r"c|\d+", re.ASCII), 2
 
 
 def key_of(kind: str, separator: str) -> Key:
-    """Return the function for the keys of an encoding.
+    """Return the function that returns keys in an encoding, given its name and separator.
 
     >>> key_of("default", "/")((3, 4)), key_of("v2", ".")((3, 4))
     ('c/3/4', '3.4')
@@ -393,7 +393,7 @@ def key_of(kind: str, separator: str) -> Key:
 
 
 def check_keys(place: str, zarr_format: int, key: Key, grid: tuple[int, int], found: Iterable[str]) -> None:
-    """Raise `InputError` if there are chunks, and no key that is found is one that the metadata states."""
+    """Raise `InputError` if chunks are found, but none of them under a key that the metadata states."""
     other = ""
     for name in found:
         if _is_key(name, key, grid):

@@ -2,8 +2,8 @@
 
 If an array cannot be opened, the error says what is at the path and what to do.
 
-zarr does not have bfloat16. ml_dtypes provides the dtype for NumPy. The data type has the name that the
-registry of zarr extensions defines (format 3) and TensorStore writes (format 2).
+zarr does not have bfloat16. ml_dtypes provides the dtype for NumPy. In format 3, the data type has the name
+in the registry of zarr extensions. In format 2, it has the name that TensorStore writes.
 """
 
 import importlib
@@ -63,7 +63,7 @@ class BFloat16(Float16):
         return cls()
 
     def to_native_dtype(self) -> Any:
-        """Return the NumPy dtype. Raises `InputError` if ml_dtypes is missing, or for big-endian."""
+        """Return the NumPy dtype. Raises `InputError` without ml_dtypes, and for big-endian elements."""
         if self.endianness != "little":
             raise InputError(BIG_ENDIAN)
         try:
@@ -106,7 +106,7 @@ def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
 
 
 def keys_in(array: "zarr.Array[Any]") -> Iterator[str]:
-    """Yield the keys of what a store of zarr has of an array, relative to it; nothing if it cannot list."""
+    """Yield the stored keys of an array, relative to it; nothing if the zarr store cannot list keys."""
     store: Store = array.store
     if not store.supports_listing:
         return
@@ -170,9 +170,9 @@ def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Enco
 
 
 def with_own_pipeline(array: "zarr.Array[Any]") -> "zarr.Array[Any]":
-    """Return the array with zarr's own codec pipeline, whichever one the user has configured."""
-    # Other pipelines decode some chains of codecs to other elements. zarrs 0.2 does so for several filters
-    # and for big-endian elements, without an error.
+    """Return the array with zarr's own codec pipeline, even if the user has configured another one."""
+    # Other pipelines decode some chains of codecs to wrong elements. zarrs 0.2 does this, without an error,
+    # for several filters and for big-endian elements.
     opened = array.async_array
     if isinstance(opened.codec_pipeline, BatchedCodecPipeline):
         return array
@@ -194,7 +194,7 @@ MAX_LISTED, _MAX_DEPTH = 8, 8
 
 
 def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
-    """Open the zarr array at a path or URL. Raises `InputError`; `ExecutionError` if zarr gets no thread."""
+    """Open an array at a path or URL. Raises `InputError`; `ExecutionError` if zarr cannot start a thread."""
     try:
         found = zarr.open(path, mode="r+" if writable else "r")
     except MemoryError:
@@ -208,7 +208,7 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
 
 
 def _refused(error: BaseException | None) -> InputError | None:
-    """Return the `InputError` that caused an exception of zarr, which catches every ValueError, if any."""
+    """Return the `InputError` that zarr caught and replaced by `error`; None if there is no such error."""
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__ or error.__context__
     return error
@@ -232,7 +232,7 @@ def _check_thread(name: str, path: str, error: Exception) -> None:
 
 
 def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
-    """Make a matrix of an open zarr array. Raises `InputError` for a group, and for an unusable array."""
+    """Return the matrix of an open zarr array. Raises `InputError` for a group, and for an unusable array."""
     check_array(name, found, path, writable=writable)
     matrix = ZarrMatrix(name, found, unchanging=not writable)
     matrix.check_chunks()
@@ -319,7 +319,7 @@ def _is_group(name: str, group: "zarr.Group", path: str) -> InputError:
 
 
 def _members(folder: Path | None) -> str:
-    """Return the last part of a message: the arrays in a local group, found by their metadata files."""
+    """Return the last part of a message, which names arrays in a local group, found by their metadata."""
     names = [] if folder is None else list(islice(_arrays(folder, ""), MAX_LISTED + 1))
     more = ", and more" if len(names) > MAX_LISTED else ""
     return f"; give an array in it: {', '.join(names[:MAX_LISTED])}{more}" if names else ""
