@@ -50,7 +50,7 @@ SELDOM = 10.0  # seconds between progress lines if stderr is not a terminal
 
 
 class PlainConsole(Console):
-    """A console that prints no control characters but its own."""
+    """A console that prints no control characters except its own."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for part in super().render(renderable, options):
@@ -87,7 +87,7 @@ class _Formatter(logging.Formatter):
 
 
 def use_plain_log() -> None:
-    """Let this process, which prints what others send, print no control characters on stderr."""
+    """Print no control characters on stderr, because this process prints what others send."""
     handler = logging.StreamHandler(_Stream(sys.stderr))  # type: ignore[arg-type]
     handler.setFormatter(_Formatter())
     handler.setLevel(logging.WARNING)
@@ -96,7 +96,7 @@ def use_plain_log() -> None:
 
 
 def table_of(*columns: str, left: Collection[int] = (0,)) -> Table:
-    """Return a table. Columns with the numbers `left` have texts. Too wide cells are folded, never cut."""
+    """Return a table. Columns with numbers in `left` are aligned left. Wide cells are folded, never cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number in left else "right", overflow="fold")
@@ -170,10 +170,10 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
             thread.join()
 
 
-# Maximum number of devices that are printed. Of more, those are printed that computed least.
+# Maximum number of devices that are printed. If there are more, those that computed least are printed.
 MAX_UNITS = 16
 TRAFFIC = ("read", "h2d", "d2h", "write")
-# What is counted of a kernel, for the last columns of its table.
+# The counts of a kernel that the last columns of its table show.
 COUNTED = ("intensity", "load_sectors", "store_sectors", "bank_conflicts", "occupancy")
 # Characters for a lane's name, and for the shortest bar in the Gantt chart.
 LANE_WIDTH, MIN_GANTT = 8, 10
@@ -219,7 +219,7 @@ def print_calibration(found: Calibration, path: str) -> None:
 
 
 def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Print the fastest variant of each kernel, compared with cuBLAS: those rows of `result`."""
+    """Print the fastest variant of each kernel, compared with cuBLAS: the `rows` of `result` to print."""
     out = console()
     out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max_clock'] or '-'} MHz")
     columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
@@ -309,7 +309,7 @@ def _print_distribution(out: Console, report: Report, timeline: Timeline) -> Non
 
 
 def _print_gantt(out: Console, found: Distribution | None, timeline: Timeline) -> None:
-    """Print a line for each lane, or, of a run on several devices, for each device: when it was busy."""
+    """Print a line per lane, or per device of a run on several devices, that shows when it was busy."""
     shown = [] if found is None else _shown(found)
     names = [] if found is None else [labels(found.units)[number] for number in shown]
     margin = max(map(len, names), default=LANE_WIDTH)
@@ -440,7 +440,7 @@ def _considered(
 
 
 def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
-    """Print what limited the speed of a run, its figures and its Gantt chart. `advise` on changes, too."""
+    """Print what limited the speed of a run, with `advise` also what to change, figures and Gantt chart."""
     out = console()
     for text in diagnosis_lines(report, timeline, advise=advise):
         out.print(escape(text))
@@ -485,7 +485,8 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        # Without operations on read, the row of decode shows the bounds of reads. Likewise encode and writes.
+        # If no operation ran on read, the row of decode shows the bounds of reads; likewise encode for
+        # writes.
         through = {"decode": "read", "encode": "write"}.get(lane, lane)
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
@@ -498,7 +499,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
-    """Return whether the efficiency lacks a calibration. None helps tf32 and bf16."""
+    """Return whether the efficiency is missing, and a calibration would give it; not for tf32 and bf16."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
     if report.distribution or report.unfinished or compute in ("tf32", "bf16"):
         return False
@@ -561,7 +562,7 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
         products = " and ".join(heading(timeline.header) for timeline in timelines)
         out.print(f"different products, {escape(products)}: compare rates and shares, not times and bytes")
     out.print()
-    # Long names are above the table.
+    # Long names are printed above the table.
     heads = names if max(map(len, names)) <= out.width // 4 else ("first", "second")
     table = table_of("", *map(escape, heads), "change")
     first, second = reports
@@ -641,7 +642,7 @@ _UNTIL = {State.HELD: "released", State.PAUSED: "resumed"}
 
 
 def print_jobs(jobs: Sequence[Info]) -> None:
-    """Print a table of jobs, with the last characters of each id that tell it from the others."""
+    """Print a table of jobs. Ids are shortened to their last characters, as far as these are distinct."""
     out = console()
     if not jobs:
         out.print("no jobs")
@@ -683,12 +684,12 @@ def title_of(job: Info) -> str:
 
 
 def reason_of(job: Info) -> str:
-    """Return why a job waits; "" if it does not, or if that is unknown."""
+    """Return why a job waits; "" if it does not wait, or if the reason is unknown."""
     return f"until {_UNTIL[job['state']]}" if job["state"] in _UNTIL else job["reason"] or ""
 
 
 def start_of(job: Info, now: float) -> str:
-    """Return when a job that waits will start, relative to now; "" if that is unknown."""
+    """Return when a waiting job will start, relative to `now`; "" if that is unknown."""
     if job.get("state") in _UNTIL:
         return f"when {_UNTIL[job['state']]}"
     start = job["predicted_start"]

@@ -1,6 +1,6 @@
 """The command line: runs and plans of products, measurements, and the queue of a service.
 
-The module of a command is imported when the command is used, since NumPy alone takes longer to import than
+The module of a command is imported when the command is used, because importing NumPy alone takes longer than
 `oocgemm --help` may take.
 """
 

@@ -80,7 +80,7 @@ class Place(click.ParamType[str]):
 
 
 class Extents(click.ParamType[tuple[int, ...]]):
-    """Extents, written as the name says. Errors say `what` they are, with the `form` and an example."""
+    """Extents, written as `name` shows. Error messages name `what` they are, the `form` and an example."""
 
     def __init__(self, name: str, what: str, form: str, example: str) -> None:
         self.name, self._what, self._form, self._example = name, what, form, example
@@ -95,7 +95,7 @@ class Extents(click.ParamType[tuple[int, ...]]):
         return tuple(map(int, parts))
 
 
-# Of a chunk; of an M x K matrix times a K x N matrix.
+# The extents of a chunk, and of a product of an M x K matrix and a K x N matrix.
 CHUNKS = Extents("RxC", "a chunk shape", "ROWSxCOLUMNS", "1024x1024")
 PRODUCT = Extents("MxNxK", "a product", "MxNxK", "4096x4096x1024")
 
@@ -126,7 +126,7 @@ QUIET = click.option("--quiet", is_flag=True, help="Print only errors and warnin
 
 
 def verb_options(verb: str | type) -> Callable[[F], F]:
-    """Return a decorator that adds to a command the options of a verb, or of a class of options."""
+    """Return a decorator that adds the options of a verb, or of a class of options, to a command."""
     return taking(*(option(verb, name) for name, found in options_of(verb).items() if found.cli))
 
 
@@ -146,11 +146,11 @@ def verb_command(verb: str, *operands: str, **more: Any) -> Callable[[Callable[.
 def option(verb: str | type, name: str, shown: str | None = None) -> Callable[[F], F]:
     """Return a decorator that adds one option of a verb to a command.
 
-    `shown` is what its help says of the default, if that is not what the library does.
+    `shown` is the default in the help text, if it is not the default of the library.
     """
     found = options_of(verb)[name]
     is_bool = types_of(verb, name) == {bool}
-    if found.flags and not is_bool:  # `transposes` makes one value of them
+    if found.flags and not is_bool:  # `transposes` makes one value of these flags
         return taking(*(click.option(flag, is_flag=True, help=text) for flag, text in found.flags))
     (flag, text) = found.flags[0] if found.flags else (_flag(name), f"{found.help} {found.syntax}".strip())
     if is_bool:
@@ -183,7 +183,7 @@ def _type(found: Option, types: frozenset[Any]) -> Any:
 
 
 def transposes(options: dict[str, Any]) -> dict[str, Any]:
-    """Make --transpose-a, --adjoint-a and those of b one option each. An operand may have one flag."""
+    """Replace the flags --transpose-a, --adjoint-a and those of B by one option per operand; return all."""
     for side in "ab":
         transpose, adjoint = options.pop(f"transpose_{side}"), options.pop(f"adjoint_{side}")
         if transpose and adjoint:

@@ -1,4 +1,4 @@
-"""What a process of the command line needs: JSON, errors, exit codes, safe streams, and an end at signals.
+"""What a process of the command line needs: JSON, errors, exit codes, safe streams, and a stop at signals.
 
 The streams replace stdout and stderr, so that printing does not fail. A character that the encoding lacks is
 replaced by similar ASCII. If the reader of stdout has exited (``oocgemm run ... | head -1``), output is
@@ -49,11 +49,11 @@ def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 def print_json(value: object) -> None:
     """Print a value as JSON with keys in snake_case."""
-    click.echo(json.dumps(snake_keys(value), indent=2).replace("\x7f", "\\u007f"))  # the rest is escaped
+    click.echo(json.dumps(snake_keys(value), indent=2).replace("\x7f", "\\u007f"))  # dumps escapes the rest
 
 
 def snake_keys(value: Any) -> Any:
-    """Replace spaces in the keys of plain data. The names of some rates, for example, contain spaces.
+    """Return plain data without spaces in keys. The names of some rates, for example, contain spaces.
 
     >>> snake_keys({"emulated float64": [{"multiplied by": "blas"}], "A": 1})
     {'emulated_float64': [{'multiplied_by': 'blas'}], 'A': 1}
@@ -190,7 +190,7 @@ def _safe(stream: TextIO | None, *, lossy: bool) -> TextIO:
 
 
 def _encoding(usual: str) -> str:
-    """Return ASCII in the C locale, where Python would use UTF-8, which its terminals may not show."""
+    """Return "ascii" in the C locale, whose terminals may not show UTF-8; else `usual`."""
     chosen = next(filter(None, (os.environ.get(name) for name in LOCALE)), "")
     explicit = "PYTHONIOENCODING" in os.environ or "PYTHONUTF8" in os.environ
     return "ascii" if chosen in ("C", "POSIX") and not explicit else usual

@@ -1,6 +1,6 @@
 """The commands that work on products: run, plan, verify.
 
-What only one of them needs, or what a quiet run does not need, is imported in the functions that use it.
+Modules that only one command needs, or that a quiet run does not need, are imported in the functions.
 """
 
 import shlex
@@ -40,9 +40,9 @@ from oocgemm.verbs.gram_matrix import gram as multiply_gram
 
 # Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
 MIN_REPORT_ROOM = 256 << 20
-# The options of a product that its check takes.
+# The options of a product that `oocgemm verify` takes, too.
 CHECKED = ("alpha", "beta", "trans_a", "trans_b", "compute", "decode", "transform_a", "transform_b")
-# What a report says of the elements of a Gram matrix that are stored.
+# What a report says about which elements of a Gram matrix are stored.
 STORED = {
     "full": "  (both triangles)",
     "lower": "  (only the lower triangle, with the diagonal)",
@@ -92,7 +92,8 @@ def run_product(
 ) -> Any:
     """Compute C by a verb, and print the progress and a report. Return what the verb returns.
 
-    If that has a method `save`, it is saved at C, which may be None in a dry run. `operands` are their paths.
+    If the returned object has a method `save`, it is saved at C. `c` may be None in a dry run. `operands` are
+    the paths of the operands.
     """
     if dry_run:
         stores.load_without_cupy(*operands, *filter(None, (c,)))
@@ -120,7 +121,7 @@ def run_product(
         raise
     result: Result = getattr(found, "run", found)
     planned = result.plan
-    # Not a selection, whose C is not stored.
+    # A selection has no triangle: its C is not stored.
     has_triangle = planned.problem.cover.halves and result.c is not None
     if not quiet:
         note_clipped(options["tile"], planned)
@@ -153,7 +154,7 @@ def run_product(
 
 
 def show_plans(plans: Sequence[Plan], tile: str | None, *, as_json: bool) -> None:
-    """Print the plans of products in sequence. As JSON, it is the last one, with those before it."""
+    """Print the plans of products in sequence. The JSON is the last plan, with the plans before it."""
     for planned in plans:
         note_clipped(tile, planned)
     if as_json:
@@ -171,7 +172,7 @@ def show_plans(plans: Sequence[Plan], tile: str | None, *, as_json: bool) -> Non
 def _workers(
     stack: ExitStack, scheduler: str | None, scheduler_file: str | None, **options: Any
 ) -> dict[str, Any]:
-    """Replace the options that name a dask scheduler by a client, which is closed with `stack`."""
+    """Return options in which a client replaces those that name a dask scheduler. `stack` closes it."""
     given = [scheduler, scheduler_file, options["workers"]]
     if sum(value is not None for value in given) > 1:
         raise click.UsageError(

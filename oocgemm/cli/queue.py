@@ -19,11 +19,11 @@ from oocgemm.service.client import Client, Job
 from oocgemm.service.protocol import ACTIVE, FINAL, State, UnknownJobError
 from oocgemm.system.text import LINES, plain
 
-# Characters of an id, and how many of its last ones lists show at least.
+# Number of characters of an id, and minimum number of its last characters that lists show.
 ID_LENGTH, SHORT = 26, 6
 LAST = "last"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-# Ids that the shell offers as completions.
+# Maximum number of ids that the shell offers as completions.
 _OFFERED = 50
 
 SERVICE = click.option(
@@ -74,7 +74,7 @@ class Deadline(click.ParamType[float]):
 def find(client: Client, texts: Sequence[str]) -> list[Job]:
     """Return jobs by ids, their last characters, or ``last`` for the newest one.
 
-    Raises `InputError` if there is no such job, or there are several.
+    Raises `InputError` if a text fits no job, or several jobs.
     """
     found: dict[str, Job] = {}
     suffixes = dict[str, str]()
@@ -107,7 +107,7 @@ def find(client: Client, texts: Sequence[str]) -> list[Job]:
 
 
 def exit_code_of(job: Job) -> int:
-    """Return the exit code of a job that has ended: 0 if it succeeded, and else never 0."""
+    """Return the exit code of a job that has ended: 0 if it succeeded, otherwise not 0."""
     if job.state == State.SUCCEEDED:
         return 0
     code = job.exit_code or EXIT_FAILED  # a job that never started has none
@@ -115,7 +115,7 @@ def exit_code_of(job: Job) -> int:
 
 
 def wait_for(jobs: Sequence[Job], show: bool) -> int:
-    """Wait until jobs have ended, and `show` their progress. Return the largest of their exit codes."""
+    """Wait until jobs have ended; with `show`, print their progress. Return their largest exit code."""
     with continuing(jobs):
         if show:
             from oocgemm.cli.display import doing
@@ -133,7 +133,7 @@ def wait_for(jobs: Sequence[Job], show: bool) -> int:
 
 @contextmanager
 def continuing(jobs: Sequence[Job], again: str = "wait") -> Iterator[None]:
-    """Say that jobs continue if the user interrupts a command, and which one waits for them again."""
+    """If the user interrupts the `with` block, print that jobs continue, and a command to wait for them."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -224,7 +224,7 @@ def wait(ids: tuple[str, ...], service: str | None, as_json: bool) -> None:
 
 
 def finish(jobs: list[Job], as_json: object = None) -> None:
-    """Print jobs that have ended, or `as_json`, and end the command with the largest of their exit codes."""
+    """Print ended jobs, or `as_json` instead. End the command with the largest of their exit codes."""
     if as_json is not None:
         print_json(as_json)
     for job in jobs:
@@ -237,7 +237,7 @@ def finish(jobs: list[Job], as_json: object = None) -> None:
 
 
 def _action(act: Callable[[Job], Job], example: str, text: str) -> click.Command:
-    """Return a command that does something to jobs."""
+    """Return a command that calls `act` for jobs."""
 
     @click.command(name=act.__name__, help=f"{text}\n\nExample: oocgemm {example}")
     @_IDS

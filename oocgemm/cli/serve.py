@@ -25,7 +25,7 @@ _STATE = click.option(
 )
 _PEM = click.Path(exists=True, path_type=Path)
 _SCOPES = ("read", "submit", "admin")
-# The file of the state folder with the URL to sign in, if it is not printed.
+# The file in the state folder with the URL to sign in. It is written if the URL is not printed.
 LOGIN = "login-url"
 
 
@@ -153,7 +153,7 @@ def _next_login(url: str, place: Path, code: str) -> None:
 
 
 def _login(url: str, place: Path, code: str) -> str:
-    """Return the URL to sign in as an admin; where it is stored, if others may read what is printed."""
+    """Return the URL to sign in as an admin; or where it is stored, if others may read what is printed."""
     shown = f"{url}/login?code={code}"
     if _is_private(sys.stdout):
         return shown
@@ -164,7 +164,7 @@ def _login(url: str, place: Path, code: str) -> str:
 
 
 def _is_private(output: IO[str]) -> bool:
-    """Return whether an output is no file that others may read, nor the socket of a system log."""
+    """Return whether an output is neither a file that others may read, nor the socket of a system log."""
     try:
         mode = os.fstat(output.fileno()).st_mode
     except (OSError, ValueError):

@@ -42,7 +42,7 @@ from oocgemm.verbs.relationship import grm as relate
 from oocgemm.verbs.similarity import check_saving
 from oocgemm.verbs.similarity import similarity as find_similar
 
-# Of the singular values, this many are shown.
+# Number of singular values that are shown.
 SHOWN = 5
 
 
@@ -72,10 +72,10 @@ def corr(x: str, out: str, topk: int | None, threshold: float | None, **options:
     if topk is None and threshold is None:
         run_product(partial(correlation.corr, x, out), out, (x,), **options)
         return
-    dropped = options["constant"] == "drop"  # then it is not known how many rows are left
+    dropped = options["constant"] == "drop"  # the number of rows that are left is not known then
     if not options["dry_run"]:
         check_saving(out, x, None if dropped else topk, options["axis"])
-    # With a selection, other options are refused if they are given.
+    # With --topk or --threshold, most other options are refused if they are given.
     known = SELECTION_OPTIONS | {"axis", "constant", "as_json", "quiet", "dry_run"}
     options = {name: value for name, value in options.items() if value or name in known}
     run_product(partial(correlation.corr, x, topk=topk, threshold=threshold), out, (x,), **options)
@@ -113,9 +113,9 @@ def grm(x: str, out: str, quiet: bool, dry_run: bool, **options: Any) -> None:
     """Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.
 
     X has genotypes 0, 1 and 2: a PLINK 1 .bed file with its .bim and .fam files, or an array. Missing
-    genotypes are replaced by means. Variants with one allele are left out, and those of a .bed file that are
-    not on autosomes. OUT is the path of a zarr array, a
-    .npy file, or a .grm.bin file of GCTA. In the last case, .grm.id and .grm.N.bin files are written too.
+    genotypes are replaced by means. Variants with one allele, and variants of a .bed file that are not on
+    autosomes, are left out. OUT is the path of a zarr array, a .npy file, or a .grm.bin file of GCTA. In the
+    last case, .grm.id and .grm.N.bin files are written too.
 
     Example: oocgemm grm data.bed data.grm.bin
     """
@@ -198,7 +198,7 @@ def _listed(numbers: NDArray[np.float64], digits: int) -> str:
 
 
 def _counting(iterations: int, scores: bool, say: Callable[[str], None]) -> Callable[[Plan], Observer]:
-    """Return a callback for the progress, which says the number of the pass and the share that is done."""
+    """Return a progress callback that says the number of the pass, and how much of it is done."""
     number = 0
 
     def begin(planned: Plan) -> Observer:

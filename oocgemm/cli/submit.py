@@ -10,7 +10,7 @@ from oocgemm.cli.queue import SERVICE, Deadline, JobId, find, finish, wait_for
 from oocgemm.service.client import Client
 from oocgemm.service.job_planner import job_options
 
-# The defaults that the service does not take from the library.
+# Defaults of the service that differ from those of the library, as the help shows them.
 CHOSEN = dict.fromkeys(("device_memory", "host_memory"), "chosen by the service")
 
 

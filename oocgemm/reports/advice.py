@@ -77,7 +77,7 @@ STORE_OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or b
 class Fitted:
     """A run's plan, with the machine model `machine` fitted to the run; `original` is the model before.
 
-    `outside` are the measured seconds that predictions lack.
+    `outside` are the measured seconds that predictions do not include.
     """
 
     plan: Plan
@@ -94,7 +94,7 @@ class Fitted:
 
     @property
     def whole(self) -> Plan:
-        """The run's plan with all tiles. That of a resumed run has only the remaining ones."""
+        """The run's plan with all tiles. The plan of a resumed run has only the remaining tiles."""
         return replace(self.plan, done=frozenset())
 
     def ratio(self, plan: Plan) -> float:
@@ -180,7 +180,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 class Remedy:
     """A change that would make a run faster, with arguments of `oocgemm.gemm` that make it, if any.
 
-    `seconds` is the predicted T after the change, None if it cannot be predicted. `why` is then the reason.
+    `seconds` is the predicted T after the change; None if T cannot be predicted, for the reason `why`.
     """
 
     change: str
@@ -199,7 +199,7 @@ class _Change:
 
 
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
-    """Choose the change that saves most, or an easier one that saves almost as much; else give advice."""
+    """Return the change that saves most, or an easier one that saves almost as much; else advice."""
     if diagnosis.contended:
         why = "other programs slowed this run down, so its rates are not those of the machine"
         return Remedy(CONTENDED, why)
@@ -242,7 +242,7 @@ def sentence(remedy: Remedy, wall: float) -> str:
 
 
 def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False) -> list[str]:
-    """Return sentences: if the run is unfinished, what limited it, and, with `advise`, a remedy."""
+    """Return sentences: whether the run is unfinished, what limited it, and with `advise` a remedy."""
     found = diagnose(timeline, figures)
     lines = [unfinished(figures), found.finding, found.evidence]
     if advise:
@@ -291,9 +291,9 @@ def _planned(
     tile: TileShape | None = None,
     by: MachineModel | None = None,
 ) -> Plan | None:
-    """Plan the run's product again, by the machine model `by`, by default the one before the fit.
+    """Plan the run's product again, with the machine model `by`; the default is the model before the fit.
 
-    The plan predicts times at the rates of this run. None if no plan satisfies the arguments.
+    The returned plan predicts times at the rates of this run. Return None if no plan satisfies the arguments.
     """
     try:
         given = by or fitted.original, layouts, tile
@@ -340,7 +340,7 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
 
 
 def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
-    """Return advice on what limited a run. For a compute-bound run, it covers a long stall too."""
+    """Return advice on what limited a run, and for a compute-bound run also on a long stall."""
     found = diagnosis.verdict
     if found.bound != COMPUTE:
         return _against(found.bound, timeline)

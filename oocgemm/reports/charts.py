@@ -1,7 +1,7 @@
 """Gantt charts of a run, as lines of characters or as an SVG picture, and the roofline of a machine.
 
-*Gantt charts.* In characters, there is one line per lane, and the height of a character shows the share of
-its part of the run in which the lane was busy.
+*Gantt charts.* In characters, there is one line per lane. A character stands for a part of the run, and its
+height shows the share of this part in which the lane was busy.
 
 In the picture, a run on several devices has one line per device, which shows what the device computed or
 waited for. Its lanes follow if there are at most `MAX_LANES` lanes of all devices. An operation is a box,
@@ -10,8 +10,8 @@ opacity shows how much of the column they cover. This bounds the size of the fil
 
 *Roofline.* It shows how many flop/s each link allows, against flops per byte. The method is that of Williams,
 Waterman and Patterson, *Roofline: an insightful visual performance model* (2009). The horizontal axis has two
-scales: flops per byte over the link below, and the size of a square float64 tile that computes so many flops
-per byte above. A tile of m x m elements computes 2 m^2 k flops from 2 m k elements of A and B, which are m
+scales: below, flops per byte over the link; above, the size of a square float64 tile that computes so many
+flops per byte. A tile of m x m elements computes 2 m^2 k flops from 2 m k elements of A and B, which are m
 flops per element.
 """
 
@@ -83,7 +83,7 @@ def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
 
 
 def unit_gantt(timeline: Timeline, numbers: Sequence[int], width: int = 80) -> list[str]:
-    """Return a line for each of the devices with these positions, which shows when it computed."""
+    """Return a line per device, for those with positions in `numbers`: it shows when the device computed."""
     did = [*activities(timeline).values()]
     computed = [[(start, end) for start, end, cause in did[number] if cause == COMPUTE] for number in numbers]
     return ["".join(map(_shade, busy_cells(one, timeline.wall, width))) for one in computed]
@@ -116,7 +116,7 @@ def svg(timeline: Timeline, title: str = "") -> str:
 
 
 def _devices(timeline: Timeline, found: Distribution) -> tuple[list[str], float, list[str]]:
-    """Return the rows of all devices, the position below them, and the causes that they show."""
+    """Return the rows of all devices, the vertical position below, and the causes that the rows show."""
     did, by_unit = activities(timeline), spans_by_unit(timeline)
     open_lanes = len(did) * len(lanes_of(timeline.spans)) <= MAX_LANES
     parts: list[str] = []
@@ -138,7 +138,7 @@ def _devices(timeline: Timeline, found: Distribution) -> tuple[list[str], float,
 def _lanes(
     spans: Sequence[Span], wall: int, y: float, causes: dict[str, list[Interval]] | None
 ) -> tuple[list[str], float]:
-    """Return the rows of the lanes, from `y` downwards, and the position below. `causes` follow "compute"."""
+    """Return the rows of lanes, from `y` downwards, and the position below. `causes` follow "compute"."""
     by_row: defaultdict[str, defaultdict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span, row in zip(spans, rows(spans), strict=True):
         by_row[span.lane][row].append(span)
@@ -168,7 +168,8 @@ def _by_cause(intervals: Iterable[Wait]) -> dict[str, list[Interval]]:
 def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str) -> list[str]:
     """Return the boxes of the operations on one row of a lane, as SVG paths.
 
-    Those of B are lighter than those of A. Every other Multiply is lighter, to tell consecutive steps apart.
+    The boxes of B are lighter than those of A. Every other Multiply is lighter, to tell consecutive steps
+    apart.
     """
     scale = COLUMNS / max(1, wall)
     drawn: defaultdict[float, list[str]] = defaultdict(list)

@@ -4,12 +4,11 @@ The page is self-contained: it loads no script, style or data from elsewhere. `o
 writes figures and tables as HTML. The scripts in the folder `web` draw the Gantt chart from the spans, which
 the page contains as JSON.
 
-The trace is what Perfetto and chrome://tracing display: Chrome's trace events in JSON. An operation is a
+The trace is a file for Perfetto and chrome://tracing: Chrome's trace events in JSON. An operation is a
 complete event (X). Each lane is a thread, which the viewers draw as a track. Events of one track must not
 overlap, so a lane with concurrent operations gets several tracks. The data flow between operations is drawn
-as arrows (flow events s and f). Each device of each worker is a process. If there are several, two more
-tracks of a device show the parts of the product that its worker had, and what the device computed or waited
-for.
+as arrows (flow events s and f). Each device of each worker is a process. If there are several devices, each
+has two more tracks: the parts of the product that its worker had, and what the device computed or waited for.
 """
 
 import json
@@ -45,7 +44,7 @@ from oocgemm.timeline.activities import (
 from oocgemm.timeline.metrics import Distribution, report
 from oocgemm.timeline.spans import Span, Timeline
 
-# Maximum number of spans of a distributed run on a page. Each takes about 30 bytes.
+# Maximum number of spans of a distributed run on a page. Each span takes about 30 bytes.
 MAX_SPANS = 300_000
 SCRIPTS = ("format.js", "view.js", "gantt.js", "input.js", "main.js")
 PNG_WIDTH = 2700
@@ -76,11 +75,11 @@ def run_data(timeline: Timeline, spread: Distribution | None = None) -> dict[str
 
     The spans are sorted by start and stored as columns. ``lane``, ``kind``, ``operand``, ``tile`` and
     ``size`` are indices into lists of distinct values. ``start`` is in nanoseconds since the start of the
-    previous span. ``after`` is the index of the span minus that of its `last_predecessor`; 0 if there is
-    none, or if they overlap.
+    previous span. ``after`` is the index of the span minus the index of its `last_predecessor`; 0 if there
+    is no predecessor, or if the two overlap.
 
-    Of a run on several devices, whose figures are `spread`, ``activity`` replaces ``waits``. Its spans are
-    left out if there are more than `MAX_SPANS`.
+    For a run on several devices, whose figures are `spread`, ``activity`` replaces ``waits``. The spans of
+    such a run are left out if there are more than `MAX_SPANS`.
     """
     if spread and len(timeline.spans) > MAX_SPANS:
         spans = []

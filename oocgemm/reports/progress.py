@@ -17,7 +17,7 @@ from oocgemm.timeline import Span
 from oocgemm.timeline.activities import MAX_RECENT, finish_cause, recent_activity
 
 LINKS = ("read", "h2d", "d2h", "write")
-# Minimum seconds between two updates: of the bar on a terminal, and of the lines printed elsewhere.
+# Minimum seconds between two updates of the bar on a terminal, and between two lines printed elsewhere.
 REFRESH_SECONDS, LINE_SECONDS = 0.2, 10.0
 
 Show = Callable[[float, str, str], None]
@@ -27,7 +27,7 @@ Show = Callable[[float, str, str], None]
 def progress_display() -> Iterator[Callable[[Plan], Callable[[Span], None]]]:
     """Show the progress of a run, and yield the callback to pass as `gemm`'s argument `progress`.
 
-    Of the last seconds, it shows how busy each lane was, and what limited the run.
+    The display shows how busy each lane was in the last seconds, and what limited the run then.
     """
     started = perf_counter()
     console = Console(stderr=True, highlight=False)

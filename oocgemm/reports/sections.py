@@ -28,7 +28,7 @@ HEAD = ("worker", "device", "parts", "compute", "largest wait", "end", "clock of
 
 
 def labels(units: Sequence[UnitFigures]) -> list[str]:
-    """Return a short, distinct name for each device, for charts: its worker, its number, or both."""
+    """Return a short, distinct name per device, for charts: the name of its worker, its number, or both."""
     names = [*dict.fromkeys((unit.worker, unit.host) for unit in units)]
     workers = {name for name, _ in names}
     short = len(workers) == len(names) and max(map(len, workers)) <= MAX_LABEL
@@ -43,7 +43,7 @@ def labels(units: Sequence[UnitFigures]) -> list[str]:
 
 
 def counts(found: Distribution) -> str:
-    """Return the numbers of devices, workers and hosts as a text, as far as they say something."""
+    """Return a text with the numbers of devices, workers and hosts, without redundant numbers."""
     devices, workers = counted(len(found.units), "device"), counted(found.workers, "worker")
     if not found.units[0].worker:
         return devices
@@ -84,7 +84,7 @@ def title(unit: UnitFigures) -> str:
 
 
 def row(unit: UnitFigures, label: str) -> list[str]:
-    """Return the cells of a device, in the columns of `HEAD`. `label` is its name in charts."""
+    """Return the table cells of a device, in the columns of `HEAD`. `label` is its name in charts."""
     waits = {cause: share for cause, share in unit.shares.items() if cause != COMPUTE}
     longest = max(waits, key=lambda cause: waits[cause], default="")
     sign = "-" if unit.clock_offset < 0 else "+"
@@ -117,7 +117,7 @@ BINS = 240
 # colour vision.
 CIVIDIS = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
 MAX_TILES = 10_000
-# Of more devices, only those are shown first that computed least.
+# Maximum number of devices in a table. If there are more, the first table has the FEWEST that computed least.
 MAX_ROWS, FEWEST = 16, 8
 LINKS = {
     "read": "storage to host",
@@ -134,7 +134,7 @@ def lane_class(cause: str) -> str:
 
 
 def stacked_bar(shares: Mapping[str, float], wall: float | None = None) -> str:
-    """Return a bar of length T, divided into named shares; a thin one without `wall`, T in seconds."""
+    """Return a bar divided into named shares. Its length is T, `wall` seconds. Without `wall`, it is thin."""
     pieces = "".join(
         f'<b class="{lane_class(name)}" style="width:{100 * share:.3f}%" title="{escape(name)} '
         f'{"" if wall is None else f"{format_time(share * wall)}, "}{format_percent(share)} of T"></b>'
@@ -144,7 +144,7 @@ def stacked_bar(shares: Mapping[str, float], wall: float | None = None) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
-    """Return an HTML table. Cells are HTML. The first column has texts, the last one too if `wide_last`."""
+    """Return an HTML table. Cells are HTML. The first column has texts, with `wide_last` also the last."""
 
     def cell(tag: str, index: int, text: str) -> str:
         left = index == 0 or (wide_last and index == len(head) - 1)
@@ -199,7 +199,7 @@ def throughput(timeline: Timeline, report: Report) -> str:
 
 
 def c_grid(timeline: Timeline) -> str:
-    """Return a picture of C, coloured by when tiles were finished; the number of too many tiles."""
+    """Return a picture of C, coloured by when tiles were finished, or a note if it cannot be drawn."""
     plan = timeline.header.get("plan", {})
     done = finish_times(timeline.spans)
     if not done or "problem" not in plan or not timeline.wall:
@@ -258,7 +258,7 @@ def _colour(share: float) -> str:
 
 
 def devices_section(found: Distribution, timeline: Timeline) -> str:
-    """Return the figures of a run on several devices, and a row for each. Of many, a reader can open all."""
+    """Return the figures of a run on several devices, one row per device. A reader can expand long lists."""
     facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
         for name, text in summary(found, timeline)
@@ -286,7 +286,7 @@ def _table(units: Sequence[UnitFigures], numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run and what the page shows of it. `fitted` is None if the cost model cannot be fitted."""
+    """A run, and data that the page shows. `fitted` is None if the cost model cannot be fitted."""
 
     name: str
     timeline: Timeline
@@ -406,7 +406,7 @@ def _figures(runs: Sequence[ReportedRun]) -> str:
     until = "the log ends" if any(run.report.unfinished for run in runs) else "C is complete"
     rows = [("T", f"wall time until {until}"), ("Rate", "flops over T")]
     rows += [("Compute share", "of T spent multiplying")]
-    copied = any(run.report.copy_overlap is not None for run in runs)  # nothing is, on the CPU
+    copied = any(run.report.copy_overlap is not None for run in runs)  # no copies on the CPU
     if copied:
         rows += [("Copy overlap", "of copy time hidden behind compute")]
     rows += [("Storage overlap", "of storage time hidden behind compute")]
@@ -444,7 +444,7 @@ def _figures(runs: Sequence[ReportedRun]) -> str:
 
 
 def _scaling(run: ReportedRun) -> float | None:
-    """Return the scaling efficiency of a run, also of one on one device."""
+    """Return the scaling efficiency of a run on one or several devices; None if it is unknown."""
     if run.report.distribution:
         return run.report.distribution.scaling_efficiency
     kernel, rate = (run.header.get("rates") or {}).get("kernel"), run.report.flop_rate
@@ -452,7 +452,7 @@ def _scaling(run: ReportedRun) -> float | None:
 
 
 def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
-    """Compare a run with the first one on the page: by T if both computed the same product, else by rate."""
+    """Compare a run with the page's first run: by T if both computed the same product, else by rate."""
     if alike and first.wall:
         return f"{figures.wall / first.wall:.2f} times the T"
     if figures.flop_rate and first.flop_rate:

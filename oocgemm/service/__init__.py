@@ -5,14 +5,14 @@
 - `limits`: named folders and paths below them, the devices, and what all jobs together may occupy.
 - `confinement`: what processes that open arrays may use.
 - `job_store`: the jobs, in an SQLite database. Each change of state is one transaction.
-- `job_planner`: what a job computes, and the process that finds out for the server what it needs.
+- `job_planner`: what a job computes, and the process that plans jobs for the server.
 - `job_worker`: the process that computes jobs, and the files of a job.
-- `dispatcher`: the loop that ties these together, and the workers that it starts and keeps.
+- `dispatcher`: the loop that starts jobs and notices how they end, and the workers that it keeps.
 - `http`: the HTTP server. `page`: its page, for browsers.
 - `client`: `Client` and `Job`, for users. `transport`: how they reach the server.
 
-How nothing is lost: a server that dies leaves the processes of its jobs running. Each of them holds a lock of
-the operating-system kernel, which is free as soon as the process has ended, however it ended. The next server
-asks for these locks, and never guesses from times. A job that died is started again with ``resume=True``, so
-its finished tiles are kept.
+How nothing is lost: if a server dies, the processes of its jobs go on. Each of them holds a lock of the
+operating-system kernel, which is free as soon as the process has ended, however it ended. The next server
+asks who holds these locks, and never guesses from times. A job that died is started again with
+``resume=True``, so its finished tiles are kept.
 """

@@ -4,7 +4,7 @@ Jobs are ordered by priority, then by the device seconds that their owners have 
 job starts if its memory fits beside that of the running jobs. The first job that does not fit gets a
 reservation: the earliest time at which it fits, if running jobs take as long as predicted. Jobs behind it
 start now only if they do not delay it. This is EASY backfill (Lifka, *The ANL/IBM SP scheduling system*,
-1995). Of each owner, only the first jobs are considered, so that a pass takes no longer if many are queued.
+1995). Only the first jobs of each owner are considered, so that many queued jobs do not make a pass longer.
 """
 
 import heapq
@@ -16,8 +16,8 @@ from typing import Any
 
 from oocgemm.service.protocol import Reason
 
-# Maximum number of queued jobs of each owner that are considered for a start, and maximum number of jobs
-# whose start is predicted.
+# Maximum number of queued jobs per owner that are considered for a start, and maximum number of jobs whose
+# start is predicted.
 MAX_CONSIDERED = 200
 
 
@@ -36,7 +36,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A queued job. `blocked` is why it cannot start now, whatever else runs; None if it can."""
+    """A queued job. `blocked` is why it cannot start now, whatever else runs; None if it can start."""
 
     id: str
     owner: str
@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A job starts now on a device, or waits (None) for a reason. `start` is predicted, if it is known."""
+    """A job starts now on `device`, or waits (None) because of `reason`. `start` is None if unknown."""
 
     id: str
     device: int | None
@@ -113,7 +113,7 @@ class _Occupied:
         self.disk += sign * need.disk
 
     def place(self, need: Need) -> int | Reason:
-        """Return the device on which a job fits, the one with the least free memory; or what is missing."""
+        """Return the device with the least free memory on which a job fits; or the reason why none does."""
         free = [
             (room, device)
             for device, room in self.devices.items()
@@ -137,7 +137,7 @@ def decide(
     *,
     draining: bool = False,
 ) -> list[Decision]:
-    """Decide for every queued job whether it starts now, in the order in which they are considered.
+    """Return whether each queued job starts now, in the order in which jobs are considered.
 
     `usage` are the device seconds that each owner has used lately, `now` is in the seconds of `Running.ends`.
     """
@@ -145,7 +145,7 @@ def decide(
     active = list(running)
     found: list[tuple[Waiting, int | None, Reason | None]] = []
     head: Waiting | None = None
-    reserved, later = inf, occupied  # when `head` starts, and what is occupied then
+    reserved, later = inf, occupied  # when `head` starts, and what jobs occupy then
 
     order = _Order(queued, running, usage, now)
     for job in order:
@@ -178,13 +178,13 @@ def decide(
 
 
 class _Order:
-    """Iterates over queued jobs in their order. An owner comes later once a job has started."""
+    """Iterates over queued jobs in their order. When a job starts, other jobs of its owner come later."""
 
     def __init__(
         self, queued: Iterable[Waiting], running: Iterable[Running], usage: Mapping[str, float], now: float
     ) -> None:
         self._usage = defaultdict(float, usage)
-        for one in running:  # what they will have used
+        for one in running:  # count what running jobs will have used
             self._usage[one.owner] += max(0.0, one.ends - now)
         self._of: defaultdict[str, deque[Waiting]] = defaultdict(deque)
         for job in sorted(queued, key=lambda job: (-job.priority, job.created, job.id)):
@@ -211,7 +211,7 @@ class _Order:
 def _leaves_room(
     job: Waiting, device: int, head: Waiting, reserved: float, later: _Occupied, now: float
 ) -> bool:
-    """Tell whether a job that starts now does not delay the job with the reservation."""
+    """Return whether a job can start now without a delay of `head`, the job with the reservation."""
     if now + job.seconds <= reserved:
         return True
     later.add(device, job.need)
@@ -228,7 +228,7 @@ def _predicted(
 
 
 def _starts(jobs: Sequence[Waiting], active: Sequence[Running], limits: Limits, now: float) -> list[float]:
-    """Predict when jobs start if they start in this order. Each must fit when nothing else runs."""
+    """Return when jobs start if they start in this order. Each job must fit when nothing else runs."""
     occupied = _Occupied.by(limits, active)
     # A job that takes longer than predicted is expected to end at once.
     ends = [(max(one.ends, now), number, one) for number, one in enumerate(active)]
@@ -236,7 +236,7 @@ def _starts(jobs: Sequence[Waiting], active: Sequence[Running], limits: Limits, 
     found: list[float] = []
     for job in jobs:
         while isinstance(place := occupied.place(job.need), Reason):
-            if not ends:  # a running job has more than the limits allow now
+            if not ends:  # the limits have become smaller than what a running job has
                 return found + [inf] * (len(jobs) - len(found))
             now, _, ended = heapq.heappop(ends)
             occupied.add(ended.device, ended.need, -1)

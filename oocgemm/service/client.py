@@ -27,11 +27,12 @@ from oocgemm.service.transport import (
     messages,
 )
 
-# Seconds for which the server delays an answer if nothing has changed, and the pause if it does not.
+# Seconds for which the server may delay an answer until something changes, and pause of the client if the
+# server answers early without a change.
 POLL_SECONDS, PAUSE_SECONDS = 30.0, 0.5
 # Seconds between two looks at a log that grows.
 FOLLOW_SECONDS = 1.0
-# Actions that put a job into the queue, and states that show that it has been there since.
+# Actions that put a job into the queue, and states which show that a queued job has been started.
 _QUEUEING = frozenset({Action.RELEASE, Action.RESUME, Action.RETRY})
 _STARTED = frozenset({State.STARTING, State.RUNNING, State.SUCCEEDED})
 # Jobs per page of a list.
@@ -262,13 +263,13 @@ class Job:
             error = error_of(answer.status, answer.body)
             repeated = isinstance(error, ConflictError) and answer.lost and action in _QUEUEING
             if repeated and self.refresh().state in _STARTED:
-                return self  # the first attempt was carried out, and the job has started since
+                return self  # an earlier request was carried out, and the job has started since
             raise error
         self.info = answer.json()
         return self
 
     def _log_from(self, start: int, patience: float) -> bytes:
-        """Return the bytes of the log from a place on; none if it has not been begun."""
+        """Return the bytes of the log from position `start` on; b"" if there is no log yet."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         answer = self._transport.request("GET", self._path("log"), headers=headers, patience=patience)
         if answer.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
@@ -402,7 +403,7 @@ class Client:
         return found
 
     def _post(self, path: str, body: object) -> Any:
-        """Submit something once, however often the request must be sent."""
+        """Send a request to submit, and return the answer. A repeated request submits nothing twice."""
         return self._transport.call("POST", path, body, headers={"Idempotency-Key": str(uuid4())}).json()
 
     def _roots(self, paths: Iterable[object]) -> list[dict[str, Any]] | None:
@@ -431,7 +432,7 @@ class Client:
 
 
 def is_local(path: object) -> bool:
-    """Return whether a path is one of this machine.
+    """Return whether a path is a path of this machine.
 
     >>> is_local("out/C.zarr"), is_local("./a:b.zarr"), is_local("data:A.zarr"), is_local("s3://x/A.zarr")
     (True, True, False, False)
@@ -511,7 +512,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> float | str:
-    """Return a scalar as JSON can hold it: as text if it is complex, infinite or nan."""
+    """Return a scalar for JSON: as a text if it is complex, infinite or nan."""
     try:
         number = complex(value)
     except (TypeError, ValueError):

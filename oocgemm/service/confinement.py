@@ -4,15 +4,15 @@ A path that `limits.resolve` has checked can be replaced by a symbolic link befo
 an array can be such a link from the start. So the check serves clear messages only, and Landlock
 (landlock(7), Linux 5.13 and later) is the boundary. Workers and planners call `restrict_to`.
 
-A restricted process cannot undo this. Its child processes inherit it, but have no part of /proc. Of the
-system, it may read single files, and folders only of code: shared libraries, Python's and its packages. The
-kernel checks a right when a file is opened, on the file to which all symbolic links lead. A link is therefore
-no way out, whenever it was made. These remain possible: to use files that are open already, to call stat(2)
-on any path, and to read a file through a hard link in an allowed folder. Nobody can make such a link to a
-file that they cannot write themselves (``fs.protected_hardlinks``).
+A process cannot undo its restriction. Its child processes inherit the restriction, but have no part of /proc.
+Outside the folders of jobs, a process may read single files, and folders with code only: shared libraries,
+Python, and Python's packages. The kernel checks a right when a file is opened, on the file to which all
+symbolic links lead. A link is therefore no way out, whenever it was made. These remain possible: to use files
+that are open already, to call stat(2) on any path, and to read a file through a hard link in an allowed
+folder. Nobody can make a hard link to a file that they cannot write themselves (``fs.protected_hardlinks``).
 
-Such a process gets the environment variables that are listed here, and no other ones. The environment of the
-server may have tokens. What a process has in its environment, it could be made to write into a result.
+A restricted process gets the environment variables that are listed here, and no other ones. The environment
+of the server may contain tokens, and a process could be made to write its environment into a result.
 """
 
 import ctypes
@@ -54,10 +54,10 @@ DEVICE = ON_FILE & ~EXECUTE | READ_DIR
 # What Python and CUDA read while a job runs, as strace(1) and a library that wraps open(2) showed it for jobs
 # on the host and on GPUs. A pattern stands for all files that match it.
 SYSTEM = (
-    # The dynamic loader finds libraries by this one. Python: the time zone.
+    # The dynamic loader reads the first two files, Python the time zone.
     *("/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/localtime"),
-    # This package: memory, cores, the machine's boot. The C library: overcommitment. CUDA: device numbers,
-    # the driver's version and parameters, the lowest address.
+    # This package reads memory, cores and the machine's boot; the C library overcommitment; CUDA device
+    # numbers, the driver's version and parameters, and the lowest address.
     *("/proc/meminfo", "/proc/cpuinfo", "/proc/stat", "/proc/version", "/proc/filesystems", "/proc/devices"),
     *("/proc/modules", "/proc/driver/nvidia/params", "/proc/driver/nvidia/version"),
     *("/proc/sys/kernel/random/boot_id", "/proc/sys/vm/overcommit_memory", "/proc/sys/vm/mmap_min_addr"),
@@ -69,8 +69,8 @@ SYSTEM = (
     *(f"/sys/bus/pci/devices/*/{name}" for name in ("numa_node", "max_link_speed", "max_link_width")),
     *(f"/sys/kernel/mm/transparent_hugepage/{name}" for name in ("enabled", "hpage_pmd_size")),
 )
-# Of this process: BLAS among its maps, mounts, cgroups, memory; its start. Its environment and its
-# descriptors stay closed. So do the folders of other processes.
+# Files of this process in /proc: maps (to find BLAS), mounts, cgroups, memory, and its start. Its environment
+# and its descriptors stay closed, and so do the folders of other processes.
 OF_PROCESS = ("maps", "mountinfo", "cgroup", "status", "statm", "stat")
 # Limits and usage of the cgroups of this process, in their folders and those above.
 OF_CGROUP = (
@@ -88,9 +88,9 @@ SHARED_LIBRARIES = (
 PROGRAMS = ("/bin", "/sbin", "/usr/bin", "/usr/sbin")
 # Variables with folders that the dynamic loader, or cupy, searches for libraries.
 LIBRARIES = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")
-# Device files. CUDA opens those of its driver for reading and writing, and all its work is ioctls on them:
-# without IOCTL_DEV it finds no device. They must exist already, since nvidia-modprobe, which makes them, is
-# setuid: `limits` opens the GPUs first. Other devices, disks above all, stay closed.
+# Device files. CUDA opens those of its driver for reading and writing, and works by ioctls on them: without
+# IOCTL_DEV it finds no device. The files must exist already, because nvidia-modprobe, which makes them, is
+# setuid. So `limits` opens the GPUs first. Other devices, disks above all, stay closed.
 DEVICES = (
     *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
     *("/dev/nvidia*", "/dev/dxg"),
@@ -104,7 +104,7 @@ _OF_SYSTEM = (
     *("PYTHONFAULTHANDLER", "PYTHONMALLOC", "PYTHONNOUSERSITE", "PYTHONUSERBASE"),
     *("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"),
 )
-# What this package and the libraries that it uses take: none of these values is a secret.
+# Variables that this package and its libraries use. None of their values is a secret.
 _OF_LIBRARIES = (
     *("OOCGEMM_CACHE", "OOCGEMM_DEBUG", "OOCGEMM_PROBE", "XDG_CACHE_HOME", "HDF5_PLUGIN_PATH"),
     *("HDF5_USE_FILE_LOCKING", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"),
@@ -156,14 +156,14 @@ def environment(**more: str) -> Mapping[str, str]:
 
 
 def restrict_to(allowed: Confinement, *own: Path) -> None:
-    """Restrict this process as `restrict` does: to the folders that jobs may use, and `own` ones.
+    """Restrict this process as `restrict` does, to the folders that jobs may use, and to its `own` ones.
 
     This package, too, refuses symbolic links from a root to anything else. Landlock alone would let a chunk
     be a link to a shared library, say, or to a file of another root.
     """
     read, write = ([Path(each) for each in allowed[mode]] for mode in ("read", "write"))
     restrict(read, [*write, *own])
-    from oocgemm.stores.files import confine  # this imports NumPy
+    from oocgemm.stores.files import confine  # this import loads NumPy
 
     confine([*allowed["read"], *allowed["write"]])
 
@@ -191,10 +191,10 @@ def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
     )
     try:
         for path, rights in _needed():
-            with suppress(OSError):  # few systems have all of them
+            with suppress(OSError):  # few systems have all of these files
                 os.close(_allow(ruleset, path, rights & handled))
-        # The kernel may forget the entry of such a file, and make another one, which has no rule. So it stays
-        # open.
+        # The kernel may forget the entry of such a file, and make another entry, which has no rule. So the
+        # file stays open.
         for name in OF_PROCESS:
             with suppress(OSError):
                 _allow(ruleset, Path("/proc/self", name), READ_FILE & handled)
@@ -204,7 +204,7 @@ def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
                     os.close(_allow(ruleset, path, rights & handled))
                 except OSError as error:
                     raise InputError(f"a job cannot be given {path}: {error.strerror}") from error
-        # Without this, only a process with CAP_SYS_ADMIN may restrict itself: it rules out setuid programs.
+        # This rules out setuid programs. Without it, only a process with CAP_SYS_ADMIN may restrict itself.
         _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0))))
         _call(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     finally:
@@ -265,14 +265,14 @@ def _code() -> Iterator[Path]:
 
 
 def _packages(folder: Path) -> list[Path]:
-    """Return the code in a folder of `sys.path`: of a checkout, with data and keys, its packages."""
+    """Return the code in a folder of `sys.path`: the folder, or a checkout's packages without its data."""
     if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
         return [folder]
     return [path.parent for path in folder.glob("*/__init__.py") if path.parent.name != "tests"]
 
 
 def _allow(ruleset: int, path: Path, rights: int) -> int:
-    """Allow rights on a file, or on a folder and all in it. Return a descriptor of it. Raises `OSError`."""
+    """Allow rights on a file, or on a folder and all in it. Return its descriptor. Raises `OSError`."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):

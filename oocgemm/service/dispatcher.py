@@ -1,6 +1,6 @@
 """The loop of the service: it starts jobs on workers, notices how they end, and does what users request.
 
-The dispatcher may die at any point. What it does is ordered so that the next one can go on:
+The dispatcher may die at any point. The order of its actions lets the next dispatcher go on:
 
 1. It commits ``starting``, with the number of the attempt.
 2. It writes this number into the lock file of the job, and sends the job to a worker (`job_worker`), new or
@@ -11,15 +11,16 @@ The dispatcher may die at any point. What it does is ordered so that the next on
    commits the state that follows from the result. Without a result, the job is queued again.
 4. Only then does the worker get another job. So a signal that is meant for a job never meets another one.
 
-A worker has one job at a time, and holds its lock exactly while it computes it. To the next dispatcher, it is
-no matter how many jobs a worker had before: it asks who has the lock of a job, and waits for the end of that
-process. Workers end after their job if their dispatcher has died, since the socket between them is closed.
+A worker has one job at a time, and holds the lock of the job exactly while it computes the job. The next
+dispatcher need not know how many jobs a worker had before: it asks which process has the lock of a job, and
+waits until that process ends. Workers end after their job if their dispatcher has died, since the socket
+between them is closed.
 
 *Workers.* The pool starts workers, hands jobs to them, and keeps idle ones for the next job. It also finds
 workers that an earlier server has started, by the files of a job (`job_worker`). At most one worker per
-device waits for a job, so that the next job on the device starts at once. What it keeps is `KEPT`, beside the
-CUDA context. It ends after `KEEP` seconds, and at once if a job elsewhere needs that memory. A worker that
-waits has no state of a job: it may die at any time, and no job is affected.
+device waits for a job, so that the next job on the device starts at once. A waiting worker keeps the memory
+`KEPT`, and its CUDA context. It ends after `KEEP` seconds, and at once if a job on another device needs the
+memory. A waiting worker has no state of a job: it may die at any time, and no job is affected.
 """
 
 import fcntl
@@ -63,8 +64,8 @@ from oocgemm.system.threads import process_start
 
 # Seconds for which a worker waits for a job.
 KEEP = 300.0
-# What a worker on a GPU keeps between jobs, at most: `oocgemm.release` describes it. It keeps a sixteenth of
-# the device memory, and no GPU has more than 192 GiB.
+# The maximum memory that a worker on a GPU keeps between jobs, as `oocgemm.release` describes. It keeps a
+# sixteenth of the device memory, and no GPU has more than 192 GiB.
 KEPT = Need(device=12 << 30, host=(128 + 416) << 20)
 
 
@@ -73,12 +74,14 @@ class Process:
     """A worker, with the job that it was given last.
 
     Attributes:
-        pid, handle: its number, and its pidfd.
-        channel, folder: the socket to it, and its own folder; None if an earlier server has started it.
-        jobs: how many jobs it was given by this server.
+        pid, handle: the process id of the worker, and its pidfd.
+        channel, folder: the socket to the worker, and its folder; None if an earlier server has started it.
+        jobs: how many jobs this server has given to the worker.
         idle: whether it has said that its job has ended and that it waits for another one.
         code: its exit status, or minus the signal that killed it; None if it is alive or unknown.
-        device, kept, since: where it runs, what it occupies without a job, and since when it has none.
+        device: the number of its device.
+        kept: the memory that it occupies without a job.
+        since: since when it has had no job.
     """
 
     pid: int
@@ -127,7 +130,7 @@ class Process:
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when there is news of the process."""
+        """The descriptors that become readable when there is news of the process."""
         return [self.handle] if self.channel is None else [self.handle, self.channel.fileno()]
 
     def send(self, signum: signal.Signals) -> None:
@@ -147,9 +150,9 @@ class Process:
 
 
 def spawn(workers: Path, log: Path) -> Process:
-    """Start a worker, which gets a folder in `workers`. It ends its job even if this process dies.
+    """Start a worker, and return its process. The worker gets a folder in `workers`.
 
-    It appends to `log` what it prints before it has a job.
+    It finishes its job even if this process dies. What it prints before it has a job is appended to `log`.
     """
     folder = Path(tempfile.mkdtemp(dir=workers))
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -195,7 +198,7 @@ def hand(
 
 
 def _prepare(folder: Path, attempt: int, spec: dict[str, Any]) -> None:
-    """Make the files of a job, and write the number of the attempt. What an attempt has left is kept."""
+    """Make the files of a job, and write the number of the attempt. Files of earlier attempts are kept."""
     for name in FILES:
         os.close(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     if needs_before(spec["options"]):
@@ -213,7 +216,7 @@ def _prepare(folder: Path, attempt: int, spec: dict[str, Any]) -> None:
 
 
 def clear(process: Process) -> None:
-    """Delete all in the folder of a worker: links to the files of its job, and temporary files."""
+    """Empty the folder of a worker: delete the links to the files of its job, and temporary files."""
     assert process.folder is not None
     for path in process.folder.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -250,7 +253,7 @@ def is_alive(folder: Path) -> bool:
 
 
 def attach(folder: Path) -> Process | None:
-    """Return the process that has the lock of a job; None if it has not yet said which one it is."""
+    """Return the process that has the lock of a job; None if it has not yet written its id."""
     owner = read_json(folder / OWNER)
     if owner is None:
         return None
@@ -271,7 +274,7 @@ def has_begun(folder: Path, attempt: int) -> bool:
 
 
 def result_of(folder: Path, attempt: int) -> dict[str, Any] | None:
-    """Return how an attempt ended, or an earlier one that has succeeded; None if its process died."""
+    """Return the result of an attempt, or of an earlier one that succeeded; None if the process died."""
     found = read_json(folder / RESULT)
     if found is None or (found["attempt"] != attempt and found["exit_code"] != 0):
         return None
@@ -279,12 +282,12 @@ def result_of(folder: Path, attempt: int) -> dict[str, Any] | None:
 
 
 class WorkerPool:
-    """The idle workers of a server, and those that end."""
+    """The workers of a server that have no job: those that are idle, and those that are about to end."""
 
     def __init__(self, folder: Path, confine: Confinement | None = None, keep: float = KEEP) -> None:
-        """Remove what workers of earlier servers have left.
+        """Remove the folders that workers of earlier servers have left.
 
-        A worker waits for `keep` seconds for a job; if it is 0, each job gets a new worker.
+        An idle worker waits for `keep` seconds for a job. If `keep` is 0, each job gets a new worker.
         """
         self._folder, self._confine, self._keep = folder, confine, keep
         self._clock = time.monotonic
@@ -303,7 +306,7 @@ class WorkerPool:
         return [*self._idle.values(), *self._ending]
 
     def start(self, folder: Path, attempt: int, spec: dict[str, Any], device: int) -> Process:
-        """Start an attempt in the idle worker of a device, or in a new one, which may have died at once."""
+        """Start an attempt in the idle or a new worker of a device. Return the worker; it may have died."""
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if device in self._idle:
@@ -311,11 +314,11 @@ class WorkerPool:
             try:
                 hand(process, folder, attempt, spec, device, self._confine)
                 return process
-            except OSError:  # it has died
+            except OSError:  # the idle worker has died
                 self._end(process)
         process = spawn(self._folder, folder / LOG)
         try:
-            with suppress(ConnectionError):  # it has died
+            with suppress(ConnectionError):  # the new worker has died
                 hand(process, folder, attempt, spec, device, self._confine)
         except OSError:
             process.device = device
@@ -337,7 +340,7 @@ class WorkerPool:
     def make_room(self, need: Need, device: int, running: Iterable[Running], limits: Limits) -> bool:
         """Return whether a job that fits beside `running` also fits beside the workers without a job.
 
-        If not, these are killed, except that of its device, which the job gets.
+        If it does not fit, these workers are killed, except the one on its device, which the job gets.
         """
         idle = [each for each in self._idle.values() if each.device != device]
         needs = [(each.device, each.kept) for each in (*idle, *self._ending)]
@@ -363,19 +366,19 @@ class WorkerPool:
                 shutil.rmtree(each.folder, ignore_errors=True)
 
     def close(self) -> None:
-        for process in self.processes():  # idle ones end since the socket is closed
+        for process in self.processes():  # closing the socket makes idle workers end
             process.close()
         self._idle.clear()
         self._ending.clear()
 
     def _end(self, process: Process) -> None:
         process.dismiss()
-        process.send(signal.SIGKILL)  # it has no job, and nothing to finish
+        process.send(signal.SIGKILL)  # the worker has no job, and nothing to finish
         self._ending.append(process)
 
 
-# Seconds between two passes of the loop if nothing happens: deadlines and delays of retries are seen so late.
-# Seconds until a process that was asked to end is killed.
+# INTERVAL: seconds between two passes of the loop if nothing happens. Deadlines and delays of retries are
+# noticed at most this late. GRACE: seconds until a process that was asked to end is killed.
 INTERVAL, GRACE = 0.1, 30.0
 # Seconds from a failure to the next attempt: RETRY * RETRY_FACTOR ** (number of failures - 1).
 RETRY, RETRY_FACTOR = 5.0, 4.0
@@ -388,8 +391,8 @@ logger = logging.getLogger("oocgemm")
 class Dispatcher:
     """Runs the jobs of a store. `step` is one pass of the loop; `run` repeats it.
 
-    It starts no jobs while `draining`. `starts` has the predicted starts of queued jobs, in seconds since
-    1970.
+    The dispatcher starts no jobs while `draining`. `starts` has the predicted starts of queued jobs, in
+    seconds since 1970.
     """
 
     def __init__(
@@ -410,7 +413,7 @@ class Dispatcher:
         self._lock = _take(folder / "server.lock")
         self.workers = WorkerPool(folder / "workers", confine, keep)
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = 0  # that runs the loop
+        self._thread = 0  # the thread that runs the loop
         store.observers.append(self._wake)
 
     def close(self) -> None:
@@ -429,10 +432,10 @@ class Dispatcher:
         while not stop.is_set():
             try:
                 self.step()
-            except (ServiceError, OSError) as error:  # of the database, or a disk is full
+            except (ServiceError, OSError) as error:  # the database failed, or a disk is full
                 logger.error("%s", error)
                 stop.wait(1.0)
-            except Exception:  # a defect with one job must not keep the other ones from starting
+            except Exception:  # a defect that concerns one job must not keep other jobs from starting
                 logger.exception("a pass of the dispatcher failed")
                 stop.wait(1.0)
             self.wait(INTERVAL)
@@ -456,16 +459,16 @@ class Dispatcher:
         return self._folder / "jobs" / job
 
     def step(self) -> None:
-        """Notice what has happened, and start the jobs that can start."""
+        """Commit the changes of state since the last pass, and start the jobs that can start."""
         for job in self._store.active():
-            with suppress(StaleError):  # a user has changed the state meanwhile: see the next pass
+            with suppress(StaleError):  # a user has changed the state meanwhile: the next pass sees that
                 self._look_after(job)
         self.workers.check()
         self._check_deadlines()
         self._start_jobs()
 
     def predict(self, job: Waiting) -> float | None:
-        """Return when a job would start if it was submitted now, in seconds since 1970; None if unknown."""
+        """Return when a job would start if it were submitted now, in seconds since 1970; None if unknown."""
         now = time.time()
         running = [_running(one, now) for one in self._store.active()]
         waiting = [one for one, _ in self._store.waiting()] + [job]
@@ -486,10 +489,10 @@ class Dispatcher:
         if process is None and is_alive(folder):
             process = attach(folder)
             if process is None:
-                return  # it has just taken the lock
+                return  # the process has just taken the lock
             self._processes[job.id] = process
         if process is None or process.ended:
-            # A worker may die between two jobs. That is no failure of the second one.
+            # A worker may die between two jobs. Such a death is no failure of the second job.
             known = process is not None and (process.jobs < 2 or has_begun(folder, job.attempt))
             code = process.code if process is not None else None
             self._finish(job, result_of(folder, job.attempt), code, known=known)
@@ -511,7 +514,7 @@ class Dispatcher:
             process.send(signal.SIGKILL)
 
     def _forget(self, job: JobRecord) -> None:
-        """Take the process of a job back. It gets no other job if it has got a signal for this one."""
+        """Take the process of a job back. If it was sent a signal for this job, it gets no other job."""
         asked = self._asked.pop(job.id, None)
         process = self._processes.pop(job.id, None)
         if process is not None:
@@ -522,7 +525,7 @@ class Dispatcher:
     ) -> None:
         """Commit the state that follows when the process of a job has ended with an exit status.
 
-        `known` is whether this dispatcher has seen it alive.
+        `known` is whether this dispatcher has seen the process alive.
         """
         with self._store.together():
             if job.state is State.STARTING and has_begun(self.folder_of(job.id), job.attempt):
@@ -544,7 +547,7 @@ class Dispatcher:
             elif job.state is State.PAUSING:
                 to, values = State.PAUSED, {}
             elif status in (BUSY, STOPPED) or not known:
-                # It did not fail on its own: the machine was booted, or someone stopped it.
+                # The job did not fail on its own: the machine was rebooted, or someone stopped the process.
                 to, values = State.QUEUED, {"started": None}
             elif job.failures + 1 >= job.max_attempts:
                 to, values = State.FAILED, counted
@@ -569,7 +572,7 @@ class Dispatcher:
         limits, now = self._limits(), time.time()
         running = [_running(job, now) for job in self._store.active()]
         waiting = self._store.waiting()
-        # If nothing could start, nothing can until something changes.
+        # If no job could start in the last pass, none can start until the state changes.
         state = (limits, [(one.id, one.device) for one in running], waiting, self.draining)
         if state == self._decided or not waiting:
             return
@@ -585,11 +588,11 @@ class Dispatcher:
         for name, device in starting:
             job = self._store.get(name)
             if not self.workers.make_room(job.need, device, running, limits):
-                break  # until workers have ended
+                break  # no job starts until workers have ended
             with suppress(StaleError):
                 self._start(job, device)
                 running.append(_running(job, now, device))
-        if changed:  # after the starts, which do not have to wait for this commit
+        if changed:  # committed after the starts, so that these do not wait for this commit
             self._store.explain(changed)
         self._decided = () if starting else state
 

@@ -3,11 +3,11 @@
 A *spec* is plain data: ``a``, ``b`` and ``c``, paths of arrays, and ``options``.
 
 Planning opens the arrays of a job. The server has checked their paths, but whoever may write in a root can
-put a link in the place of a folder in between, and an array can have such a link from the start. So a process
-that Landlock confines does it, as it does with jobs. An array that makes the process end, or wait for ever,
-does not keep the server from answering. NumPy starts threads when it is imported, and Landlock would not
-restrict them. So functions of this module import what uses NumPy when they are called, which is after the
-process has confined itself. The server calls none of them.
+replace a folder by a link after the check, and an array can have such a link from the start. So a process
+that Landlock confines does the planning. If an array makes this process end, or wait for ever, the server
+still answers. NumPy starts threads when it is imported, and Landlock would not restrict them. So functions of
+this module import what uses NumPy when they are called, which is after the process has confined itself. The
+server calls none of these functions.
 
 Both sides exchange JSON, one line per job.
 """
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from oocgemm.jobs.options import Option
     from oocgemm.jobs.run import Plan
 
-# Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more
-# buffers than one that is created.
+# Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more buffers
+# than a new C.
 MARGIN = 64 << 20
 # Options that only the run takes, not the plan.
 _RUN = frozenset({"overwrite", "trust_operands"})
-# Seconds in which a job must have been planned. Planning takes milliseconds.
+# Maximum seconds for planning a job. Planning takes milliseconds.
 SECONDS = 30.0
 
 
@@ -100,7 +100,7 @@ def json_types(name: str) -> tuple[type, ...]:
         return (bool,)
     if tuple[int, int] in types:
         return (list,)
-    if complex in types:  # a text if it is complex, infinite or nan
+    if complex in types:  # a complex, infinite or nan value is a text
         return int, float, str
     return (int, str) if int in types else (str,)
 
@@ -125,7 +125,7 @@ def _argument(name: str, value: Any) -> Any:
 
 
 def _in_json(value: Any) -> bool:
-    """Return whether JSON can hold a value: not if it is complex, infinite or nan."""
+    """Return whether JSON can hold a value. It cannot hold complex, infinite and nan values."""
     return not isinstance(value, complex) and (not isinstance(value, float) or isfinite(value))
 
 
@@ -169,7 +169,7 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
     try:
         plan = plan_with(**options | used)
         budgets = used
-    except BudgetError:  # the search finds no plan in exactly this memory
+    except BudgetError:  # the search finds no plan for exactly this much memory
         pass
     device, host = budgets.values()
     disk = 0 if os.path.exists(spec["c"]) else plan.problem.m * plan.problem.n * plan.problem.itemsizes["C"]
@@ -191,7 +191,7 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
 
 
 def _check_incomplete(c: str) -> None:
-    """Raise `InputError` if there is a complete C, which a job would leave as it is."""
+    """Raise `InputError` if C is complete already: a job would leave it as it is."""
     from oocgemm.jobs import journal
     from oocgemm.jobs.request import Destination
     from oocgemm.stores import exists
@@ -208,7 +208,7 @@ def _check_incomplete(c: str) -> None:
 
 
 def _smallest(plan_with: Callable[..., object], options: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the least device memory and host memory in which a job can run; None if that is unknown."""
+    """Return the minimum device memory and host memory with which a job can run; None if unknown."""
     try:
         plan_with(**dict(options) | {"device_memory": 1, "host_memory": 1})
     except BudgetError as error:
@@ -226,10 +226,10 @@ def _summary(plan: "Plan") -> dict[str, Any]:
 
 
 class Planner:
-    """Plans jobs. The process is started for the first one, and again if it has died."""
+    """Plans jobs in a process, which is started for the first job, and again if it has died."""
 
     def __init__(self, allowed: Confinement | None) -> None:
-        """`allowed` are the folders that jobs may use, as an order states them; None for all."""
+        """`allowed` are the folders that jobs may use (`Confinement`); None for all folders."""
         self._allowed = allowed
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -259,7 +259,7 @@ class Planner:
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End the process. No further one is started."""
+        """End the process. No other process is started afterwards."""
         self._closed = True
         process, self._process = self._process, None
         if process is not None:
@@ -281,7 +281,7 @@ class Planner:
                 process.stdin.flush()
                 line = process.stdout.readline()
             except OSError:
-                pass  # it has died
+                pass  # the process has died
             finally:
                 late.cancel()
             if not line.endswith(b"\n"):
@@ -299,13 +299,13 @@ class Planner:
             [sys.executable, "-m", "oocgemm.service.job_planner", json.dumps(self._allowed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(OPENBLAS_NUM_THREADS="1"),  # it multiplies nothing
+            env=environment(OPENBLAS_NUM_THREADS="1"),  # the process multiplies nothing
         )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with suppress(OSError):  # a request that it has not read cannot be written any more
+    with suppress(OSError):  # a request that the process has not read cannot be written any more
         process.communicate()
 
 
@@ -313,12 +313,12 @@ def main(allowed: Confinement | None) -> None:
     """Confine this process, and plan the jobs of stdin until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever is printed is no answer
+    os.dup2(2, 1)  # prints go to stderr, since they are no answers
     warnings.showwarning = _show_warning
     if allowed is not None:
         # A C that exists is opened for writing, though planning writes nothing.
         restrict_to(allowed)
-    # The server may die while an array is opened. This process would wait for the array then.
+    # If the server dies while this process opens an array, the process would still wait for the array.
     threading.Thread(target=_end_with_server, daemon=True).start()
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)

@@ -1,7 +1,7 @@
 """The jobs of a service, in an SQLite database. Each change is a transaction, with an event that records it.
 
-A change names the state and the attempt that the job must have, so a change that is late does nothing. The
-database survives a power failure after each commit (WAL, ``synchronous=FULL``).
+A change names the state and the attempt that the job must have, so a change that comes too late does nothing.
+The database survives a power failure after each commit (WAL, ``synchronous=FULL``).
 """
 
 import json
@@ -32,7 +32,7 @@ from oocgemm.service.protocol import (
     requested,
 )
 
-# Half-life, in seconds, of the device seconds that count for an owner.
+# Half-life, in seconds, of the device seconds that an owner has used.
 HALF_LIFE = 86400.0
 # Maximum seconds from when a retry is scheduled until it is due, even if the clock is set back.
 MAX_DELAY = 3600.0
@@ -41,7 +41,7 @@ MAX_DELAY = 3600.0
 BUSY_SECONDS = 2.0
 
 VERSION = 2
-# What brings a database of the version before to this one.
+# The column that a database of the previous version lacks.
 _WARNINGS = "warnings TEXT NOT NULL DEFAULT '[]' CHECK (json_valid(warnings))"
 _MIGRATIONS = {1: f"ALTER TABLE jobs ADD COLUMN {_WARNINGS}"}
 
@@ -129,8 +129,8 @@ class NewJob:
 class JobRecord:
     """A job as it is stored. Times are in seconds since 1970. `version` counts the changes.
 
-    `attempt` counts its processes, `failures` those that failed on their own. `reason` is why a queued job
-    waits.
+    `attempt` counts its processes, `failures` the processes that failed on their own. `reason` is why a
+    queued job waits.
     """
 
     id: str
@@ -220,7 +220,7 @@ class JobStore:
 
     @contextmanager
     def together(self) -> Iterator[sqlite3.Connection]:
-        """Begin a transaction, or join that of this thread. Commit it, with one flush, or roll it back."""
+        """Begin a transaction, or join this thread's. Commit with one flush, or roll back on an error."""
         with self._errors(), self._lock:
             if self._db.in_transaction:
                 yield self._db
@@ -243,7 +243,7 @@ class JobStore:
         )
 
     def check_intact(self) -> None:
-        """Raise `DatabaseError` if the database is damaged. All of it is read, by another connection."""
+        """Raise `DatabaseError` if the database is damaged. Another connection reads the whole database."""
         with self._errors(), closing(sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True)) as fresh:
             found = fresh.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
@@ -271,7 +271,7 @@ class JobStore:
         after: str | None = None,
         limit: int | None = None,
     ) -> list[JobRecord]:
-        """Return jobs from the newest to the oldest: in some states, if given, or older than a job."""
+        """Return jobs, the newest first. If given: only in `states`, of `owner`, older than job `after`."""
         where, values = ["1"], list[object]()
         if states:
             where.append(f"state IN ({', '.join('?' * len(states))})")
@@ -305,7 +305,8 @@ class JobStore:
     def waiting(self) -> list[tuple[Waiting, str | None]]:
         """Return the queued jobs that are considered now, each with the reason that is stored for it.
 
-        These are the first `MAX_CONSIDERED` jobs of each owner that can start, and as many jobs that cannot.
+        These are the first `MAX_CONSIDERED` jobs of each owner that can start, and up to as many jobs that
+        need other jobs, and that wait for a retry.
         """
         now = self._clock()
         delayed = (now, now + MAX_DELAY)
@@ -326,7 +327,7 @@ class JobStore:
         return found
 
     def events(self, after: int = 0, job: str | None = None) -> list[dict[str, Any]]:
-        """Return the next 1000 events after one, in order, each with seq, job, at, kind and data."""
+        """Return the first 1000 events after number `after`, each with seq, job, at, kind and data."""
         where, values = ("", ()) if job is None else (" AND job = ?", (job,))
         found = self._read(
             f"SELECT * FROM events WHERE seq > ?{where} ORDER BY seq LIMIT 1000", after, *values
@@ -338,7 +339,7 @@ class JobStore:
         return int(self._read("SELECT coalesce(max(seq), 0) FROM events")[0][0])
 
     def earlier(self, owner: str, key: str, body_sha256: str) -> list[JobRecord] | None:
-        """Return the jobs that were submitted with a key; None if it is new. Raises as `submit`."""
+        """Return the jobs that were submitted with a key; None if it is new. Raises what `submit` raises."""
         found = self._read(
             "SELECT body_sha256, jobs FROM idempotency WHERE owner = ? AND key = ?", owner, key
         )
@@ -356,7 +357,7 @@ class JobStore:
         return dict.fromkeys(State, 0) | {State(row["state"]): row["number"] for row in found}
 
     def usage(self) -> dict[str, float]:
-        """Return the device seconds of each owner; those of long ago count less (`HALF_LIFE`)."""
+        """Return the device seconds of each owner. Seconds of long ago count less (`HALF_LIFE`)."""
         now = self._clock()
         return {row["owner"]: _decayed(row, now) for row in self._read("SELECT * FROM usage")}
 
@@ -365,11 +366,11 @@ class JobStore:
     def submit(
         self, jobs: Sequence[NewJob], key: str | None = None, body_sha256: str = "", owner: str = ""
     ) -> list[JobRecord]:
-        """Store new jobs, all or none, and return them. A job may need an earlier one, such as ``#0``.
+        """Store new jobs, all or none, and return them. A job may need an earlier job of the call, as ``#0``.
 
         If the key of this owner has been used for a request with the same digest, its jobs are returned, and
-        nothing is stored. Raises `KeyReusedError` if it was for another request, `ConflictError` if a live
-        job writes the same C, and `UnknownJobError` if a job is needed that does not exist.
+        nothing is stored. Raises `KeyReusedError` if the key was used for another request, `ConflictError` if
+        a live job writes the same C, and `UnknownJobError` if a job is needed that does not exist.
         """
         with self.together() as db:
             if key is not None and (found := self.earlier(owner, key, body_sha256)) is not None:
@@ -459,7 +460,7 @@ class JobStore:
 
         Raises `ConflictError` if the state of the job forbids it, or another live job writes the same C.
         """
-        with self._lock:  # so that nothing changes in between
+        with self._lock:  # so that the job does not change between `get` and `move`
             found = self.get(job)
             to = requested(action, found.state)
             if to is None:
@@ -490,7 +491,7 @@ class JobStore:
             return self.get(job)
 
     def explain(self, reasons: dict[str, Reason | None]) -> None:
-        """Store why queued jobs wait. This is no event, and does not change a job's version."""
+        """Store why queued jobs wait. This stores no event, and does not change the versions of jobs."""
         with self.together() as db:
             db.executemany(
                 "UPDATE jobs SET reason = ? WHERE id = ? AND state = ?",
@@ -498,7 +499,7 @@ class JobStore:
             )
 
     def delete(self, job: str) -> None:
-        """Delete the records of a job. Raises `ConflictError` if it has not ended, or is needed."""
+        """Delete the records of a job. Raises `ConflictError` if it has not ended or others need it."""
         with self.together() as db:
             found = self.get(job)
             if found.state not in FINAL:
@@ -523,7 +524,7 @@ class JobStore:
 
 
 def _make_private(path: Path) -> None:
-    """Let only its owner read a database, which is created. SQLite gives its other files the same mode."""
+    """Create a database that only its owner can read. SQLite gives its other files the same mode."""
     with suppress(OSError):  # SQLite says what is wrong
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         for each in (path, *(path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))):

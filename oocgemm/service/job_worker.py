@@ -1,8 +1,8 @@
 """A process that runs jobs, one after the other: ``python -m oocgemm.service.job_worker FOLDER``.
 
-It keeps between jobs what takes long to make: imported modules, the CUDA context, cuBLAS, loaded kernels,
+Between jobs, it keeps what takes long to make: imported modules, the CUDA context, cuBLAS, loaded kernels,
 streams, and a little pinned memory (`oocgemm.release` says how much). Its standard input is a socket to the
-server. Messages of the server are orders: JSON objects with ``attempt``, ``spec``, ``device`` and
+server. The server sends orders: JSON objects with ``attempt``, ``spec``, ``device`` and
 ``confine``. The worker answers with `BEGUN` when it has the lock of the job, and with `IDLE` when the attempt
 has ended and it waits for another order. It computes each product with ``resume=True``.
 
@@ -14,24 +14,24 @@ A worker ends
   context is unusable after most errors. The next attempt gets a new process.
 
 The worker restricts itself to its folder, and to the folders that ``confine`` of its first order allows. All
-orders of a server allow the same. NumPy starts threads when it is imported, and Landlock would not restrict
-them. So NumPy, and every module that uses it, is imported after that.
+orders of a server allow the same folders. NumPy starts threads when it is imported, and Landlock would not
+restrict these. So NumPy, and every module that uses it, is imported after the restriction.
 
-Jobs of several owners share a worker. What one leaves in memory are parts of arrays in the roots, which all
-owners may read, and its spec. A job runs no code of its owner. So another job could see that only by a defect
-of this package or of a library that decodes chunks.
+Jobs of several owners share a worker. A job leaves in memory its spec, and parts of arrays in the roots,
+which all owners may read. A job runs no code of its owner. So another job could see these data only by a
+defect of this package or of a library that decodes chunks.
 
-The files of a job lie in its folder. The worker sees them by hard links in its own folder, which has nothing
-else but temporary files. So nothing is renamed: every file is written in place, by the process that has the
-lock.
+The files of a job lie in its folder. The worker sees them by hard links in its own folder, which otherwise
+has only temporary files. Renaming would break these links, so nothing is renamed: every file is written in
+place, by the process that has the lock.
 
 - ``lock``: locked while a process computes the job. It contains the number of the latest attempt, which the
   server writes.
 - ``owner.json``: the process that has the lock.
-- ``before.json``: what there was at the path of C before the first attempt. Only jobs that replace or change
-  an old C have it.
+- ``before.json``: the state of the files of C before the first attempt. Only jobs that replace or change an
+  old C have this file.
 - ``tiles``: a line for each tile that has been written: the number of the attempt, row and column.
-- ``live.json``: what the process does now. It is one line, which is overwritten by one write, so a reader
+- ``live.json``: what the process does now, in one line. One write overwrites the line, so a reader always
   sees a complete first line.
 - ``result.json``: how the attempt ended. It is durable when the lock is free.
 - ``timeline``: the timeline of the run. ``log``: what the process printed.
@@ -39,8 +39,9 @@ lock.
 Why files that are written in place are enough:
 
 - Only the process with the lock writes these files, apart from the number in ``lock``.
-- The result is read when that process has ended, or has said that the attempt has ended. It is then complete,
-  or the process died within the write. An incomplete JSON object cannot be parsed, and counts as none.
+- The result is read when that process has ended, or has said that the attempt has ended. The result is then
+  complete, or the process died during the write. An incomplete JSON object cannot be parsed, and counts as no
+  result.
 - If the machine stops, every process ends with it. So ``lock`` and ``owner.json`` need not be durable. An
   attempt without a durable result is repeated. The journal of C says what is done.
 - ``before.json`` is durable before the run writes to C. If it is incomplete, C is as it was.
@@ -80,25 +81,26 @@ LIVE_SECONDS = 0.5
 FLOCK = "hhqqi0q"
 # Exit statuses beside those of `oocgemm run`: another process has the lock, or SIGTERM stopped the job.
 BUSY, STOPPED = 75, 143
-# Advice of a run, and what a job says instead, which always resumes and has no option for that.
+# Pairs of texts: advice of a run, and what a job says instead. A job always resumes, and has no option for
+# that.
 _ADVICE = (
     (" in place of --resume", ""),
     ("drop --resume to start from the present C", "submit a new job to start from the present C"),
     (" and drop --resume", " and submit a new job"),
 )
-# Warnings about the data that are noted, and characters of each.
+# Maximum number of noted warnings about the data, and maximum characters of a warning.
 MAX_WARNINGS, MAX_WARNING = 100, 2000
-# Statuses after which the process is as before: success, wrong input, and budgets that are too small.
+# Statuses that leave the process usable: success, wrong input, and budgets that are too small.
 UNHARMED = frozenset({0, 2, 3})
 
 
 def main(folder: Path) -> int:
-    """Run the orders of a server; return the exit status of the process."""
+    """Carry out the orders of a server; return the exit status of the process."""
     server = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     try:
-        # A later server removes the folder if it is not locked. It is locked until this process ends.
+        # A later server removes folders that are not locked. This one is locked until this process ends.
         fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
     except FileNotFoundError:
         return BUSY
@@ -117,9 +119,9 @@ def main(folder: Path) -> int:
             status, keep = run(folder, order, begin)
             if not keep:
                 return status
-            from oocgemm.backends import shrink  # imported by the job; this imports NumPy
+            from oocgemm.backends import shrink  # the job has imported it already; it needs NumPy
 
-            shrink()  # frees memory that the server does not count as that of an idle worker
+            shrink()  # free memory that the server does not count for an idle worker
             signal.signal(signal.SIGTERM, _stop)
             _tell(server, IDLE)
     except KeyboardInterrupt:
@@ -148,16 +150,17 @@ def _tell(server: socket.socket, message: bytes) -> None:
 
 
 def run(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]) -> tuple[int, bool]:
-    """Run an attempt of a job. Return its exit status, and whether this process can run another.
+    """Run an attempt of a job. Return its exit status, and whether this process can run another job.
 
-    `begin` is called when this process has the lock. It raises an `OocGemmError` if it cannot compute a job.
+    `begin` is called when this process has the lock. It raises an `OocGemmError` if the process cannot
+    compute jobs.
     """
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return BUSY, False  # a later server has removed the folder of this worker
     try:
-        # The lock belongs to the open file, and is free when the process ends. Others can ask for it.
+        # The lock belongs to the open file, and is free when the process ends. Other processes can query it.
         fcntl.fcntl(lock, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         if int(os.pread(lock, 32, 0)) != order["attempt"]:
             return BUSY, False  # the server has started another attempt since
@@ -170,7 +173,7 @@ def run(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]) -> 
 
 
 def _attempt(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]) -> tuple[int, bool]:
-    """Run an attempt, and write its result. Then SIGTERM is ignored."""
+    """Run an attempt, write its result, and return what `run` returns. SIGTERM is ignored afterwards."""
     attempt, keep = order["attempt"], False
     status: dict[str, Any] = {"exit_code": STOPPED, "error": "stopped by SIGTERM"}
     warned: list[str] = []
@@ -223,7 +226,7 @@ def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _noting_warnings(noted: list[str]) -> Iterator[None]:
-    """Print warnings in the `with` block on one line each, and note those about the data."""
+    """Print each warning in the `with` block on one line, and append those about the data to `noted`."""
 
     def show(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
         text = plain(str(message))[:MAX_WARNING]
@@ -232,14 +235,14 @@ def _noting_warnings(noted: list[str]) -> Iterator[None]:
             noted.append(text)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("always", DataWarning)  # also if an earlier job has issued the same
+        warnings.simplefilter("always", DataWarning)  # even if an earlier job issued the same warning
         warnings.showwarning = show
         yield
 
 
 @contextmanager
 def _printing_to(log: Path) -> Iterator[None]:
-    """Append what this process prints to a file, and nothing that it prints later."""
+    """Append what this process prints in the `with` block to a file. Drop what it prints later."""
     _redirect(log)
     try:
         yield
@@ -257,7 +260,7 @@ def _redirect(path: Path) -> None:
 
 
 def _resumes(folder: Path, c: str, options: Mapping[str, Any]) -> bool:
-    """Return whether to continue what there is at C.
+    """Return whether a job continues the run at C.
 
     A job continues what an earlier attempt of it has begun. If none has begun, C is as it was before the
     first attempt. It then continues an unfinished run of the same product, unless it replaces or changes an
@@ -273,7 +276,7 @@ def _resumes(folder: Path, c: str, options: Mapping[str, Any]) -> bool:
 
 
 def _state_of(c: str) -> dict[str, list[int] | None]:
-    """Return what changes as soon as a run writes to C or to its journal."""
+    """Return the facts about C and its journal that change as soon as a run writes to either."""
     from oocgemm.jobs.journal import JOURNAL
     from oocgemm.jobs.request import Destination
 
@@ -288,7 +291,7 @@ def _state_of(c: str) -> dict[str, list[int] | None]:
 
 
 def _noting(attempt: int, write: Callable[[str], object], now: Path) -> Any:
-    """Return a progress callback that writes a line per finished tile, and the file `now`."""
+    """Return a progress callback that calls `write` with a line per finished tile, and updates `now`."""
 
     def begin(plan: Any) -> Callable[[Any], None]:
         left: Counter[tuple[int, int]] = Counter()
@@ -309,12 +312,12 @@ def _noting(attempt: int, write: Callable[[str], object], now: Path) -> Any:
 
 
 def live_observer(plan: Any, path: Path) -> Callable[[Any], None]:
-    """Return a callback for finished operations of a plan that keeps the file `LIVE` up to date."""
+    """Return a callback for finished operations of a plan, which keeps the file `LIVE` up to date."""
     from oocgemm.timeline.activities import MAX_RECENT, recent_activity
 
     recent: deque[Any] = deque(maxlen=MAX_RECENT)
     flops, written = 0, monotonic()
-    path.write_bytes(b"")  # what an earlier attempt did
+    path.write_bytes(b"")  # remove what an earlier attempt wrote
 
     def observe(span: Any) -> None:
         nonlocal flops, written
@@ -332,7 +335,7 @@ def live_observer(plan: Any, path: Path) -> Callable[[Any], None]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in the first line of a file; None if there is none, or only a part of one."""
+    """Return the JSON object in the first line of a file; None if it is missing or incomplete."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
     except (FileNotFoundError, ValueError):

@@ -2,8 +2,8 @@
 
 A path below a root is written ``data:dir/A.zarr``.
 
-A child process opens the devices: ``python -m oocgemm.service.limits BACKEND``. A server that did it itself
-would occupy memory of each GPU as long as it runs.
+A child process opens the devices: ``python -m oocgemm.service.limits BACKEND``. If the server opened them
+itself, it would occupy memory of each GPU as long as it runs.
 """
 
 import ctypes
@@ -100,13 +100,13 @@ def allowed_folders(roots: Iterable[Root]) -> dict[str, list[str]]:
 def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
     """Return the absolute path of an array that a user has named. Symbolic links in it are resolved.
 
-    Of an address of an HDF5 dataset, such as ``data:dir/a.h5::/x``, the name of the dataset is unchanged.
+    In the address of an HDF5 dataset, such as ``data:dir/a.h5::/x``, the name of the dataset is unchanged.
     Nothing in a path is decoded: ``%2e`` is three characters. An array to `write` need not exist.
 
     Raises `PathError` if the path is malformed, not below its root, of the wrong kind, or missing; and for an
     array to write if the root is read-only.
     """
-    # This imports NumPy, which starts threads. A process must confine itself before that.
+    # This import loads NumPy, which starts threads. A process must confine itself before that.
     from oocgemm.stores.opening import split_address, store_of
 
     root, parts = _parsed(roots, text)
@@ -121,7 +121,7 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
     try:
         found = _found(root.folder, parts, write=write)
         str(found).encode()
-        for name in METADATA:  # the server reads them when it plans, and it is not confined
+        for name in METADATA:  # the server, which is not confined, reads these files when it plans
             if os.path.lexists(found / name):
                 _found(root.folder, [*parts, name], write=False)
     except OSError as error:
@@ -131,7 +131,7 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
         raise PathError(f"{text}: it links to a name that is not UTF-8: rename that") from None
     if root.folder not in found.parents:
         raise PathError(f"{text}: it is not below root {root.name}, which may have been moved")
-    for place in store_of(str(found)).companions(str(found)):  # the server reads them, too
+    for place in store_of(str(found)).companions(str(found)):  # the server reads these files, too
         try:
             if os.path.lexists(place):
                 _found(root.folder, list(place.relative_to(root.folder).parts), write=False)
@@ -142,7 +142,7 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
 
 
 def display(roots: Mapping[str, Root], path: str | Path) -> str:
-    """Return what a user writes for an absolute path, by the deepest root; unchanged without one."""
+    """Return an absolute path as ROOT:PATH, by the deepest root; the path itself if it is in no root."""
     inside = [root for root in roots.values() if root.folder in Path(path).parents]
     if not inside:
         return str(path)
@@ -151,7 +151,7 @@ def display(roots: Mapping[str, Root], path: str | Path) -> str:
 
 
 def display_all(roots: Mapping[str, Root], text: str) -> str:
-    """Return a text with all paths in roots as a user writes them.
+    """Return a text in which all paths in roots are replaced by ROOT:PATH.
 
     >>> display_all({"data": Root("data", Path("/srv/data"), False)}, "/srv/data/A.zarr, /srv/database/B")
     'data:A.zarr, /srv/database/B'
@@ -199,7 +199,7 @@ def _parsed(roots: Mapping[str, Root], text: str) -> tuple[Root, list[str]]:
 
 
 def _found(folder: Path, parts: list[str], *, write: bool) -> Path:
-    """Return the real path of an array below a folder. With `write`, its last components may be missing."""
+    """Return the real path of an array below a folder. With `write`, its last components need not exist."""
     with _opened(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
         for count in range(len(parts), -1, -1):
             try:
@@ -215,7 +215,7 @@ def _found(folder: Path, parts: list[str], *, write: bool) -> Path:
 
 
 def _check_kind(descriptor: int, missing: list[str]) -> None:
-    """Check that an array can be at a path, whose components `missing` do not exist in an open folder."""
+    """Check that an array can be at a path. Its components `missing` do not exist in the open folder."""
     mode = os.fstat(descriptor).st_mode
     if missing:
         if not stat.S_ISDIR(mode):
@@ -255,7 +255,7 @@ def _opened(descriptor: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device: its number, its name, and its memory in bytes. The host backend has one with no memory."""
+    """A device: number, name, and memory in bytes. The host backend has one device, with no memory."""
 
     number: int
     name: str
@@ -289,12 +289,12 @@ def limits(
 ) -> Limits:
     """Return what all running jobs together may occupy.
 
-    By default, these are 90% of the memory of each GPU, since drivers and libraries need the rest; half of
+    The defaults are 90% of the memory of each GPU, since drivers and libraries need the rest; half of
     the host memory that this process may use; and the disk space that `free_space` returns. The host backend
     has no device memory: its jobs use host memory. Raises `InputError` if a limit exceeds what the machine
     has.
     """
-    # This imports NumPy, too.
+    # This import loads NumPy, too.
     from oocgemm.system.resources import memory_limit
 
     installed = memory_limit()
@@ -309,10 +309,10 @@ def limits(
 
 
 def free_space(roots: Iterable[Root]) -> int:
-    """Return the least free disk space of the writable roots, in bytes; 0 if there is none.
+    """Return the least free disk space of the writable roots, in bytes; 0 without a writable root.
 
-    It shrinks while jobs write C. Their written bytes count twice in the schedule, also as what a job needs.
-    So a job may wait too long, but does not fill the disk.
+    The free space shrinks while jobs write C. In the schedule, the written bytes count twice, because the
+    need of a job includes them, too. So a job may wait too long, but does not fill the disk.
     """
     return min((shutil.disk_usage(root.folder).free for root in roots if root.writable), default=0)
 

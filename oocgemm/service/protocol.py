@@ -58,7 +58,7 @@ FOLLOWING: Mapping[State, frozenset[State]] = {
     # A queued job fails if its deadline passes.
     State.QUEUED: frozenset({State.STARTING, State.HELD, State.CANCELLED, State.FAILED}),
     State.HELD: frozenset({State.QUEUED, State.CANCELLED}),
-    # A process that dies is started again: its job is queued.
+    # If the process dies, the job is queued and started again.
     State.STARTING: frozenset(
         {State.RUNNING, State.SUCCEEDED, State.FAILED, State.QUEUED, State.PAUSING, State.CANCELLING}
     ),
@@ -93,7 +93,7 @@ _REQUESTS: Mapping[Action, Mapping[State, State]] = {
 
 
 def requested(action: Action, state: State) -> State | None:
-    """Return the state after an action, the same if it has been done already; None if it is impossible."""
+    """Return the state after an action; the same state if nothing is left to do; None if impossible."""
     return _REQUESTS[action].get(state)
 
 

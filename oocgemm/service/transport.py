@@ -1,7 +1,8 @@
 """How a client reaches the server: addresses, requests that are repeated, error responses, and events.
 
-Every request of the client may be repeated: submissions have an Idempotency-Key, and all others change
-nothing, or change nothing the second time. Each request has its own connection, so threads share nothing.
+Every request of the client may be repeated: submissions have an Idempotency-Key, and all other requests
+change nothing, or nothing when they are repeated. Each request has its own connection, so threads share
+nothing.
 """
 
 import http.client
@@ -26,8 +27,8 @@ from oocgemm.system.installed import __version__
 SERVICE, TOKEN = "OOCGEMM_SERVICE", "OOCGEMM_TOKEN"
 # Seconds in which a connection must be established.
 CONNECT_SECONDS = 10.0
-# Seconds for which a request is repeated, and for which one that waits for a job is repeated. The latter
-# covers a restart of the machine.
+# PATIENCE: seconds for which a request is repeated. LONG_PATIENCE: the same for a request that waits for a
+# job; it covers a restart of the machine.
 PATIENCE, LONG_PATIENCE = 60.0, 600.0
 # Seconds between attempts: the first delay, and the maximum. Each delay is twice the one before.
 FIRST_DELAY, MAX_DELAY = 0.1, 5.0
@@ -35,9 +36,9 @@ FIRST_DELAY, MAX_DELAY = 0.1, 5.0
 ANSWER_SECONDS = 60.0
 # Statuses with which a server, or a proxy before it, asks to try again later.
 BUSY = frozenset({429, 502, 503, 504})
-# What a connection raises that breaks.
+# The exceptions of a connection that breaks.
 LOST = (OSError, http.client.HTTPException)
-# For problems whose detail addresses users of a browser.
+# Messages for problems whose detail addresses users of a browser.
 MESSAGES = {
     "unauthorized": "the token is missing, wrong, revoked or has expired: set $OOCGEMM_TOKEN, or pass "
     "token=, to one that oocgemm token create has made"
@@ -45,7 +46,7 @@ MESSAGES = {
 
 
 def default_state() -> Path:
-    """Return the state folder of a server of this user that was given no other one."""
+    """Return the default state folder of a server of this user."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "oocgemm"
 
@@ -73,7 +74,8 @@ class Address:
     def parse(cls, text: str | None) -> "Address":
         """Return the address for a URL, or for the path of a unix socket, such as ``unix:/run/oocgemm.sock``.
 
-        None means $OOCGEMM_SERVICE, and else the default socket. Raises `InputError`.
+        None means the address in $OOCGEMM_SERVICE, or the default socket if that is unset. Raises
+        `InputError` if the text is no address.
         """
         text = text or os.environ.get(SERVICE) or str(default_socket())
         if "://" not in text or text.startswith("unix:"):
@@ -92,7 +94,7 @@ class Address:
         return cls(text, None, host, port, url.scheme == "https", url.path.rstrip("/"))
 
     def connect(self) -> http.client.HTTPConnection:
-        """Return an open connection. Raises `OSError` if there is none."""
+        """Open a connection, and return it. Raises `OSError` if that fails."""
         connection: http.client.HTTPConnection
         if self.path is not None:
             connection = _SocketConnection(self.path)
@@ -121,7 +123,7 @@ class _SocketConnection(http.client.HTTPConnection):
 
 @dataclass(frozen=True)
 class Answer:
-    """A response. `lost` is whether an earlier attempt may have been carried out, without an answer."""
+    """A response. `lost` is whether an earlier attempt may have been carried out, but got no answer."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -150,7 +152,7 @@ class Backoff:
         self._delay = FIRST_DELAY
 
     def wait(self, at_least: float = 0.0) -> bool:
-        """Sleep until the next attempt. Return False at once if the time would be over by then."""
+        """Sleep until the next attempt, and return True. Return False at once if time would run out."""
         delay = max(at_least, self._delay * random.uniform(0.5, 1.0))
         if time.monotonic() + delay > self._until:
             return False
@@ -335,7 +337,7 @@ def messages(transport: Transport, path: str) -> Iterator[Message]:
     """Yield all events of a path, from the first one that is stored. The stream never ends by itself.
 
     After a lost connection, the stream continues with the event after the last one. Raises `UnavailableError`
-    if there was no event for `LONG_PATIENCE` seconds, or what the server answers.
+    if there was no event for `LONG_PATIENCE` seconds, or the error that the server answers.
     """
     last, backoff = "0", Backoff(LONG_PATIENCE)
     failed: Exception | None = None

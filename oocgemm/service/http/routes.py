@@ -68,7 +68,7 @@ from oocgemm.service.protocol import FINAL, AccessError, Action, DatabaseError, 
 SEND_SECONDS = 0.5
 # Seconds without events after which a comment shows that the connection is alive.
 ALIVE_SECONDS = 15.0
-# Proxies such as nginx would collect the events otherwise.
+# Without this header, proxies such as nginx would buffer the events.
 HEADERS = {"X-Accel-Buffering": "no"}
 
 Number = Annotated[int, Query(ge=0, lt=2**62)]
@@ -85,7 +85,7 @@ logger = logging.getLogger("oocgemm")
 def _after(
     after: Number | None = None, last: Annotated[str | None, Header(alias="Last-Event-ID")] = None
 ) -> int | None:
-    """Return the number of the last event that a client has: of its Last-Event-ID, or else `after`."""
+    """Return the number of the last event that a client has: its Last-Event-ID, or else `after`."""
     valid = last is not None and last.isascii() and last.isdecimal() and len(last) < 19
     return int(last) if last is not None and valid else after
 
@@ -119,7 +119,7 @@ def _stream(events: AsyncIterator[str]) -> StreamingResponse:
 
 
 async def _events(service: Service, user: Identity, job: str | None, after: int) -> AsyncIterator[str]:
-    """Yield the text of events until the server ends, or the job, or the token of the user."""
+    """Yield the text of events until the server or the job ends, or the token of the user is invalid."""
     known: dict[tuple[str, str], BaseModel] = {}
     clock = asyncio.get_running_loop().time
     alive = clock()
@@ -153,7 +153,7 @@ async def _events(service: Service, user: Identity, job: str | None, after: int)
 
 
 def _progress(service: Service, job: str | None, known: dict[tuple[str, str], BaseModel]) -> list[str]:
-    """Return the events of progress and activity since `known`, which is brought up to date."""
+    """Return the events of progress and activity that differ from `known`, and update `known`."""
     texts = []
     for one in service.store.jobs((State.RUNNING,)):
         if job is not None and one.id != job:
@@ -166,8 +166,8 @@ def _progress(service: Service, job: str | None, known: dict[tuple[str, str], Ba
     return texts
 
 
-# A report is a page with scripts of its own. In this sandbox, they can neither read the service nor send
-# anything.
+# A report is a page with scripts of its own. In this sandbox, the scripts can neither read the service nor
+# send anything.
 REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; font-src data:; frame-ancestors 'self'"
@@ -269,7 +269,7 @@ def job_routes() -> APIRouter:
             left = end - clock()
             if left <= 0 or service.feed.closed:
                 return Response(status_code=304, headers={"ETag": _tag(found.version)})
-            await service.feed.wait(woken, min(left, SEND_SECONDS))  # another process may revoke the token
+            await service.feed.wait(woken, min(left, SEND_SECONDS))  # a token may be revoked meanwhile
 
     @router.patch("/jobs/{job}")
     def change_job(
@@ -323,7 +323,7 @@ def _matches(header: str | None, version: int) -> bool:
 
 
 def _version(tag: str | None) -> int | None:
-    """Return the version that an If-Match header names; one that no job has if it is malformed."""
+    """Return the version that an If-Match header names; None without one; -1 if it is malformed."""
     if tag is None or tag == "*":
         return None
     number = tag.strip('"')
@@ -333,7 +333,7 @@ def _version(tag: str | None) -> int | None:
 async def _submit(
     service: Service, bodies: list[JobBody], user: Identity, key: str | None, digest: str
 ) -> list[JobRecord]:
-    """Plan jobs in turns, and store all or none. `digest` is the SHA-256 of the request, `key` its key."""
+    """Plan jobs in turns, store all or none, and return them. `digest` and `key` are of the request."""
     store = service.store
 
     async def earlier() -> list[JobRecord] | None:
@@ -345,7 +345,7 @@ async def _submit(
         new = await _new_jobs(service, bodies, user)
         return await run_in_threadpool(store.submit, new, key, digest, user.name)
     except OocGemmError:
-        # The same request may have been carried out meanwhile. Its job, or its C, is the reason then.
+        # The same request may have been carried out meanwhile. Then the error is because of its jobs.
         if (found := await earlier()) is not None:
             return found
         raise
@@ -389,7 +389,7 @@ def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:
     try:
         found = service.planner.plan(spec, service.limits(), service.backend)
     except Exception as error:
-        # Messages name absolute paths. Users see the names that they have written.
+        # Messages name absolute paths. Replace these by the names that users write.
         error.args = tuple(service.shown(each) if isinstance(each, str) else each for each in error.args)
         raise
     return NewJob(
@@ -444,7 +444,7 @@ def file_routes() -> APIRouter:
 
 
 def _recorded(service: Service, job: str, what: str) -> Path:
-    """Return the path of a job's timeline, which `what` is made of. Raises an error if there is none."""
+    """Return the path of a job's timeline, from which `what` is made. Raises an error without a timeline."""
     service.store.get(job)
     path = service.dispatcher.folder_of(job) / TIMELINE
     if not path.exists():
@@ -461,7 +461,7 @@ def _answers(media: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _file(service: Service, path: Path, asked: str | None, media: str) -> Response:
-    """Return the complete lines of a file that may grow, or a range, with paths that users know."""
+    """Return the complete lines of a file that may grow, or a range of them, with paths as ROOT:PATH."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -485,7 +485,7 @@ def _part(content: bytes, asked: str | None, media: str) -> Response:
 
 
 def _range(asked: str, size: int) -> tuple[int, int] | None:
-    """Return begin and end of a Range header; None if it is malformed or has several ranges: ignore it."""
+    """Return begin and end of a Range header; None for a header to ignore: malformed, or several ranges."""
     found = re.fullmatch("bytes=\\s*([0-9]*)-([0-9]*)\\s*", asked)
     if found is None:
         return None

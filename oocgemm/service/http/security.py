@@ -1,12 +1,12 @@
 """Who sends a request, and what it passes before its route.
 
-Users of the TCP socket identify themselves by tokens. The cookie of a browser has one, too. A request passes,
-in this order:
+Users of the TCP socket identify themselves by tokens. The cookie of a browser contains a token, too. A
+request must pass these checks, in this order:
 
 1. The Host header must be allowed, so that no page of another site reaches the service by DNS rebinding.
-2. The requests at a time are limited, and the body of each one, in size and in time.
+2. The number of concurrent requests is limited, and the body of each request, in size and in time.
 3. A token, the cookie of a browser, or the unix socket says who sends it.
-4. Their scope must allow the method. Routes check the owner of a job, and the scope admin.
+4. The scope of the sender must allow the method. Routes check the owner of a job, and the scope admin.
 5. Requests that change something must not come from another site.
 
 There is no CORS, so pages of other sites cannot read answers. Every answer forbids browsers to load anything
@@ -47,9 +47,9 @@ LOGIN_SECONDS = 600.0
 SESSION_SECONDS = 7 * 86400.0
 # The cookie of a browser that is signed in.
 COOKIE = "oocgemm"
-# The largest body, in bytes, and the seconds in which all of it must come.
+# Maximum bytes of a body, and seconds in which the whole body must arrive.
 MAX_BODY, BODY_SECONDS = 1 << 20, 30.0
-# Requests at a time, of each socket. Streams of events and long polls count.
+# Maximum number of concurrent requests per socket. Streams of events and long polls count.
 MAX_REQUESTS = 1000
 _TOO_LARGE = f"the body has {{}} bytes, and {MAX_BODY} are allowed: send less"
 SAFE = frozenset({"GET", "HEAD"})
@@ -75,7 +75,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class Scope(IntEnum):
-    """What a user may do. Each scope includes the ones before."""
+    """What a user may do. Each scope includes those that are listed before it."""
 
     READ = 1
     SUBMIT = 2
@@ -84,7 +84,7 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Identity:
-    """A user: the owner of the jobs that they submit. `local` users have no token, but the unix socket."""
+    """A user: the owner of the jobs that they submit. `local` users need no token on the unix socket."""
 
     name: str
     scope: Scope
@@ -92,7 +92,7 @@ class Identity:
     token: str | None = None
 
     def check_change(self, job: JobRecord) -> None:
-        """Raise `AccessError` if the user may not change a job: their own, or any as an admin."""
+        """Raise `AccessError` if the user may not change a job: it is not theirs, and they are no admin."""
         own = self.scope >= Scope.SUBMIT and job.owner == self.name
         if not own and self.scope < Scope.ADMIN:
             raise AccessError(
@@ -102,7 +102,7 @@ class Identity:
 
 
 def own_name() -> str:
-    """Return the name of the user of this process; the number if it has none."""
+    """Return the name of the user of this process; the user id if there is no name."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -121,10 +121,10 @@ class AccessToken:
 
 
 class Tokens(JobStore):
-    """The tokens in the database of a service. Only their SHA-256 is stored."""
+    """The tokens in the database of a service. Only the SHA-256 of a secret is stored."""
 
     def create(self, name: str, scope: Scope, expires: float | None = None) -> tuple[AccessToken, str]:
-        """Store a new token; return it and its secret, which cannot be read again. Delete expired ones.
+        """Store a new token; return it and its secret, which cannot be read again. Delete expired tokens.
 
         Raises `InputError` if the name of its owner is empty, longer than 64 characters, or cannot be
         printed.
@@ -152,13 +152,13 @@ class Tokens(JobStore):
         ]
 
     def revoke(self, number: str) -> None:
-        """Delete a token. Raises `InputError` if there is none with this id."""
+        """Delete a token. Raises `InputError` if no token has this id."""
         with self.together() as db:
             if not db.execute("DELETE FROM tokens WHERE id = ?", (number,)).rowcount:
                 raise InputError(f"there is no token {number}: list the tokens with oocgemm token list")
 
     def identify(self, secret: str) -> Identity | None:
-        """Return who has a secret; None if it is wrong, revoked or has expired."""
+        """Return the user to whom a secret belongs; None if it is wrong, revoked or expired."""
         prefix, _, rest = secret.partition("_")
         if prefix != PREFIX:
             return None
@@ -186,7 +186,7 @@ class Tokens(JobStore):
 class LoginCode:
     """The code with which the user of the server signs in in a browser: once, within `LOGIN_SECONDS`.
 
-    `changed` is called with the next code after each use, also after one that came too late.
+    `changed` is called with the next code after each use, also after a use that came too late.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -195,7 +195,7 @@ class LoginCode:
         self._renew()
 
     def use(self, code: str) -> bool:
-        """Return whether a code is right. It is replaced then."""
+        """Return whether a code is right and in time. A right code is replaced by the next one."""
         with self._lock:
             if not hmac.compare_digest(code.encode(errors="replace"), self.code.encode()):
                 return False
@@ -213,7 +213,7 @@ def _digest(secret: str) -> str:
 
 
 class RequestGuard:
-    """Checks all requests of an application. `local` requests come by the unix socket, from its user."""
+    """Checks all requests of an application. `local`: they come by the unix socket, from its user."""
 
     def __init__(self, app: App, tokens: Tokens, hosts: Set[str], *, local: bool) -> None:
         """Guard an application that is reached by the host names `hosts`, with the tokens of a database."""
@@ -234,7 +234,7 @@ class RequestGuard:
             self._requests -= 1
 
     async def _refused(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> Response | None:
-        """Return the answer to a request that is refused. Else store who sends it in the scope."""
+        """Return the answer to a request that is refused; else None. Store the sender in `scope`."""
         refused = self._wrong_host(headers) or self._too_many() or _wrong_length(headers)
         if refused is not None:
             return refused
@@ -276,14 +276,14 @@ class RequestGuard:
 
 
 class _Receiving:
-    """Receives a body, limited in size and in time. `complete` is whether all of it has come."""
+    """Receives a body, limited in size and in time. `complete` is whether the whole body has arrived."""
 
     def __init__(self, receive: Receive, length: int | None) -> None:
         self._receive, self._length, self._size, self.complete = receive, length, 0, length == 0
         self._end = asyncio.get_running_loop().time() + BODY_SECONDS
 
     async def __call__(self) -> Message:
-        if self.complete:  # the only thing to come is that the client goes, or an empty message
+        if self.complete:  # what may still come is an empty message, or that the client has gone
             return await self._receive()
         if self._length is not None and self._length > MAX_BODY:
             raise HTTPException(413, _TOO_LARGE.format(self._length))
@@ -306,10 +306,11 @@ class _Receiving:
 
 
 class _Sending:
-    """Sends an answer with the headers that all answers have, unless it has others of the same name.
+    """Sends an answer. Adds the headers that all answers have, except those that the answer has already.
 
-    Clients may read no answer before they have sent their body, so the rest of it is received first. If it
-    exceeds the limits, the connection is closed, which a client could keep else by sending for ever.
+    Some clients read no answer before they have sent the whole body, so the rest of the body is received
+    first. If the body exceeds the limits, the connection is closed. Otherwise a client could keep it open by
+    sending for ever.
     """
 
     def __init__(self, send: Send, receiving: _Receiving) -> None:
@@ -328,7 +329,7 @@ class _Sending:
 
 
 def _length(headers: dict[str, str]) -> int | None:
-    """Return the length of the body as the headers tell it; None if they do not."""
+    """Return the length of the body that the headers state; None if they state none."""
     if "transfer-encoding" in headers:
         return None
     length = headers.get("content-length", "0")

@@ -32,7 +32,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ProblemView, "description": "The request is wrong."},
     "5XX": {"model": ProblemView, "description": "The service cannot answer now."},
 }
-# The slug for a status of the framework. Its other ones are for invalid requests.
+# The slug for each status that the framework sends. Its other statuses are for invalid requests.
 _BY_STATUS = {401: "unauthorized", 404: "not-found", 408: "too-slow", 413: "too-large", 503: "unavailable"}
 
 
@@ -92,7 +92,7 @@ def _answer_errors(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _methods(routes: Sequence[BaseRoute], request: Request) -> list[str]:
-    """Return the methods of all routes for the path of a request. Starlette names those of the first one."""
+    """Return the methods of all routes for a request's path. Starlette names those of the first route."""
     found: set[str] = set()
     for route in routes:
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -109,7 +109,7 @@ def _described(app: FastAPI) -> dict[str, Any]:
                 if name in OPEN:
                     operation["security"] = []
                 responses = operation["responses"]
-                responses.pop("422", None)  # as any 4XX
+                responses.pop("422", None)  # 4XX covers it
                 for status in ("4XX", "5XX"):
                     shape = {"schema": {"$ref": "#/components/schemas/ProblemView"}}
                     responses[status]["content"] = {MEDIA_TYPE: shape}
@@ -122,17 +122,19 @@ def _described(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-# Seconds in which a client must send the head of a request. Seconds for which requests go on at the end.
+# HEAD_SECONDS: in which a client must send the head of a request. END_SECONDS: for which requests may go on
+# when the server ends.
 HEAD_SECONDS, END_SECONDS = 10.0, 3
 # Seconds after which a thread gives the GIL to another one. The dispatcher decides about all queued
 # jobs at once, and a request must not wait for that.
 SWITCH_SECONDS = 0.001
-# Bytes of the head of a request. Connections at a time, of each socket. Open files, for all of these.
+# Maximum bytes of the head of a request, concurrent connections per socket, and open files for all
+# connections.
 MAX_HEAD, MAX_CONNECTIONS, MAX_FILES = 1 << 16, 2000, 8192
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1. It closes connections whose request does not come, and those of other users."""
+    """HTTP/1.1. It closes connections of other users, and those on which no request comes in time."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -172,7 +174,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A server of one socket, without handlers of signals: there may be two in a process."""
+    """A server of one socket. It has no signal handlers, because a process may have two servers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -198,7 +200,7 @@ def serve(config: Config, ready: Callable[[Service, list[str]], None]) -> None:
 
 @contextmanager
 def _sockets(config: Config) -> Iterator[tuple[list[tuple[socket.socket, bool]], list[str]]]:
-    """Open the sockets of a server, each with whether it is the unix socket; and their addresses."""
+    """Open the sockets of a server. Yield them, each with whether it is a unix socket, and the addresses."""
     with ExitStack() as stack:
         unix = stack.enter_context(_unix_socket(config.socket))
         stack.callback(config.socket.unlink, missing_ok=True)
@@ -326,7 +328,7 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _is_foreign(connection: socket.socket) -> bool:
-    """Return whether a unix socket is connected to a process of another user than this one and root."""
+    """Return whether a unix socket is connected to a process of a user who is not this one nor root."""
     if connection.family != socket.AF_UNIX:
         return False
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -1,8 +1,8 @@
 """What all requests share: the configuration, the database, the dispatcher, the feed of changes, and turns.
 
-*Turns.* Of the requests that plan jobs, a few wait, each user gets a turn, and the others are told to come
-again. Planning opens arrays of users, which may be slow. So a thread of its own does it, and requests that
-read the queue never wait for it.
+*Turns.* A limited number of requests wait for planning, and users take turns. All other requests that plan
+are refused, and may be sent again. Planning opens arrays of users, which may be slow. So a separate thread
+plans, and requests that read the queue never wait for planning.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from oocgemm.service.limits import (
 )
 from oocgemm.service.protocol import DatabaseError, State, UnavailableError, possible
 
-# Requests that plan or wait for that, of all users and of one.
+# Maximum number of requests that plan or wait for planning, of all users and of one user.
 MAX_PLANS, MAX_PLANS_OF_USER = 256, 128
 
 T = TypeVar("T")
@@ -65,9 +65,10 @@ class Plans:
         self._busy = False
 
     async def run(self, request: Request, user: str, work: Coroutine[Any, Any, T]) -> T:
-        """Do the work of a request, whose body has been received, unless its client goes.
+        """Do the work of a request, and return its result, unless the client closes the connection.
 
-        Raises `UnavailableError` if too many requests wait, or the client has gone.
+        The body must have been received. Raises `UnavailableError` if too many requests wait, or the client
+        has gone.
         """
         total, own = self._present.total(), self._present[user]
         if total >= MAX_PLANS or own >= MAX_PLANS_OF_USER:
@@ -89,7 +90,7 @@ class Plans:
             self._present -= Counter((user,))
 
     async def turn(self, user: str, work: Callable[[], T]) -> T:
-        """Do something in the thread that plans, when it is the turn of a user."""
+        """Call `work` in the thread that plans when it is the turn of a user, and return its result."""
         loop = asyncio.get_running_loop()
         if self._busy:
             called = loop.create_future()
@@ -97,13 +98,13 @@ class Plans:
             try:
                 await called
             except asyncio.CancelledError:
-                if not called.cancelled():  # it was called in the same moment
+                if not called.cancelled():  # the turn came in the same moment: pass it on
                     self._call()
                 raise
         self._busy = True
         done = loop.run_in_executor(self._thread, work)
         done.add_done_callback(lambda _: self._call())
-        # The thread goes on if the request is cancelled, and the next turn comes after that.
+        # If the request is cancelled, the thread still finishes `work`, and then the next turn comes.
         return await asyncio.shield(done)
 
     def _call(self) -> None:
@@ -120,7 +121,7 @@ class Plans:
                 self._busy = True
 
     def close(self) -> None:
-        """End the thread when it has made its plan."""
+        """End the thread when it has finished its present plan."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -135,7 +136,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 DATABASE = "service.db"
 # Bytes that must be free on the disks of the writable roots and of the state folder.
 MIN_FREE = 64 << 20
-# After the database was read, it is not read again for this many times the duration of that read.
+# After a check has read the database, no check reads it for this many times the duration of that read.
 CHECK_PAUSE = 20.0
 
 logger = logging.getLogger("oocgemm")
@@ -143,11 +144,11 @@ logger = logging.getLogger("oocgemm")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What `oocgemm serve` was told: its options.
+    """The options of `oocgemm serve`.
 
     `listen` is host and port of the TCP socket, where port 0 is any free one. `certificate` and `key` are PEM
     files. `hosts` are further names that requests may have in their Host header. Sizes are in bytes or as
-    "8GiB"; None is for the defaults of `limits.limits`. `max_jobs` of one owner may be unfinished.
+    "8GiB"; None means the defaults of `limits.limits`. An owner may have `max_jobs` unfinished jobs.
     """
 
     state: Path
@@ -235,7 +236,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class Feed:
-    """Wakes coroutines when the database has changed. `woken` is set then, and replaced."""
+    """Wakes coroutines when the database has changed: sets `woken`, and replaces it by a new event."""
 
     def __init__(self) -> None:
         self.woken = asyncio.Event()
@@ -247,14 +248,14 @@ class Feed:
         self.woken = asyncio.Event()
 
     async def wait(self, woken: asyncio.Event, seconds: float) -> None:
-        """Wait for a change since `woken` was read from this object, but not longer than so many seconds."""
+        """Wait for a change since `woken` was read from this object, but at most `seconds`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(woken.wait(), seconds)
 
 
 @dataclass(eq=False)
 class Service:
-    """The service of a state folder. `fixed` is what jobs may occupy, as found at the start."""
+    """The service of a state folder. `fixed` are the limits of what jobs may occupy, found at the start."""
 
     config: Config
     store: Tokens
@@ -271,7 +272,7 @@ class Service:
     _thread: threading.Thread | None = None
 
     def limits(self) -> Limits:
-        """Return what jobs may occupy now. Without a quota, this is what is free on the disk."""
+        """Return what jobs may occupy now. Without a disk quota, they may use the free space of the disk."""
         return _current(self.config, self.fixed)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -329,7 +330,7 @@ class Service:
         return [self.view(job, needs[job.id]) for job in jobs]
 
     def queue(self, limit: int) -> QueueView:
-        """Return the jobs that have not ended, with the first `limit` of those that wait."""
+        """Return the jobs that have not ended: all active jobs, and the first `limit` of those that wait."""
         starts = self.dispatcher.starts
         queued = sorted(
             (job for job, _ in self.store.waiting()),
@@ -394,7 +395,7 @@ class Service:
         return found
 
     def _check_database(self) -> None:
-        """Read the whole database, unless that was done a moment ago: it takes at most 5% of the time."""
+        """Check the whole database, unless that was done lately: checks take at most 5% of the time."""
         begun = monotonic()
         if begun < self._next_check:
             return
@@ -412,7 +413,7 @@ def _noted(path: Path, size: int) -> frozenset[tuple[int, int]]:
 def _current(config: Config, fixed: Limits) -> Limits:
     if config.disk_quota is not None:
         return fixed
-    # Rounded down, so that the schedule is not computed again for every byte that is written.
+    # The free space is rounded down, so that not every written byte makes the schedule be computed again.
     disk = free_space(config.roots.values()) >> 28 << 28
     return Limits(fixed.devices, fixed.host, disk, fixed.shared)
 
@@ -420,7 +421,7 @@ def _current(config: Config, fixed: Limits) -> Limits:
 def open_service(config: Config) -> Service:
     """Take over a state folder. On a GPU, this takes seconds.
 
-    Raises `BackendError` if a device cannot be opened, `DatabaseError` if the database cannot, and
+    Raises `BackendError` if a device cannot be opened, `DatabaseError` if the database cannot be opened, and
     `InputError` if a limit exceeds what the machine has, jobs cannot be confined, or another server uses the
     state folder.
     """

@@ -89,7 +89,7 @@ class BatchBody(_Request):
 
 
 class ChangeBody(TypedDict, total=False):
-    """What to change in a job. What is left out stays."""
+    """What to change in a job. Fields that are left out stay as they are."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
@@ -185,8 +185,8 @@ class JobsView(BaseModel):
 class QueueView(BaseModel):
     """The jobs that have not ended, and how many jobs are in each state.
 
-    `active` are the jobs with a process. `waiting` are the first ones of the others: queued ones in the order
-    of their predicted starts, then held and paused ones.
+    `active` are the jobs with a process. `waiting` are the first of the other jobs: queued jobs in the order
+    of their predicted starts, then held and paused jobs.
     """
 
     active: list[JobView]
@@ -195,7 +195,7 @@ class QueueView(BaseModel):
 
 
 class BatchView(BaseModel):
-    """The jobs of a batch, in its order."""
+    """The jobs of a batch, in the order of the request."""
 
     jobs: list[JobView]
 
@@ -211,7 +211,7 @@ class TilesView(BaseModel):
 class DeviceView(BaseModel):
     """A device: its memory, and what the running jobs reserve of it, in bytes.
 
-    It is warm if no job runs, and a process that has opened it waits for the next one.
+    The device is warm if no job runs, and a process that has opened the device waits for the next job.
     """
 
     index: int
@@ -253,7 +253,7 @@ class UserView(BaseModel):
 
 
 class RootView(BaseModel):
-    """A folder of the service. Where it lies is null for users of other machines."""
+    """A folder of the service. Its path is null for users of other machines."""
 
     name: str
     folder: str | None
@@ -313,7 +313,7 @@ RETRY_SECONDS = {429: 60, 503: 1}
 def problem(
     slug: str, detail: str, status: int | None = None, headers: dict[str, str] | None = None, **more: Any
 ) -> Response:
-    """Return the response for a problem, a key of `PROBLEMS`, with further members of its document."""
+    """Return the response for a problem. `slug` is its key in `PROBLEMS`, `more` are further members."""
     kind = PROBLEMS[slug]
     status = status or kind.status
     sent = dict(headers or {})
@@ -327,7 +327,7 @@ def problem(
 
 
 def problem_of(error: Exception) -> Response:
-    """Return the response for an error. One that is not of this package is a defect."""
+    """Return the response for an error. An error that is not of this package is a defect."""
     for kind, slug in _SLUGS:
         if isinstance(error, kind):
             more: dict[str, Any] = {}
