@@ -342,7 +342,7 @@ class Session(Protocol):
         """Set Q of an `Updated` B, or V of an `Applied` sink. Called before the first `submit`.
 
         Args:
-            factor: of the accumulator's dtype. It is V, or an m x n matrix whose first columns are Q.
+            factor: V, or an m x n matrix whose first columns are Q, in the accumulator's dtype.
         """
 
     def kernels_used(self) -> list[str]:

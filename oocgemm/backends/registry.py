@@ -123,7 +123,7 @@ def load(name: str, device: int = 0) -> None:
 def open_backend(name: str, device: int = 0) -> Backend:
     """Open a backend by name.
 
-    `auto` opens the host backend if the CUDA backend cannot be opened. It warns about that if the machine
+    `auto` opens the host backend if the CUDA backend cannot be opened. This gives a warning if the machine
     shows signs of a GPU.
 
     Raises:

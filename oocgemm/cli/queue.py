@@ -52,7 +52,7 @@ class JobId(click.ParamType[str]):
 
 
 class Deadline(click.ParamType[float]):
-    """A time, as seconds since 1970. It is written as a duration from now, or in ISO 8601."""
+    """A time in seconds since 1970. Users write a duration from now, or a time in ISO 8601."""
 
     name = "time"
 

@@ -1,4 +1,4 @@
-"""The commands that compute statistics of a matrix: corr, cov, similarity, grm, pca, and those of tables.
+"""The commands that compute statistics of a matrix: corr, cov, similarity, grm, pca, and others.
 
 A verb with a summary in `oocgemm.jobs.support.VERBS` has a command without a function of its own here.
 """

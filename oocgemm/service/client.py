@@ -291,7 +291,7 @@ class Client:
 
     All methods raise `OocGemmError`: for example `InputError` for a request that the server refuses,
     `BudgetError` if a memory budget is too small, and `UnavailableError` if no server answers. A request
-    whose connection is lost is repeated for up to 60 s. It is never carried out twice.
+    whose connection is lost is repeated for up to 60 s, but never carried out twice.
 
     One client may be used by several threads.
     """
@@ -317,8 +317,9 @@ class Client:
         Args:
             a, b, c: arrays, as ``root:path`` or as a local path beneath a root of the service.
             name: what the job is called in lists.
-            priority: jobs with a higher one start first.
-            deadline: the job fails if it has not succeeded by then. A number is in seconds since 1970.
+            priority: jobs with a higher priority start first.
+            deadline: the time by which the job must have succeeded, or else it fails. A number is in seconds
+                since 1970.
             needs: jobs, or their ids, that must succeed before.
             held: do not start the job before it is released.
             **options: those of `oocgemm.gemm` that say what is computed, such as ``alpha``, ``trans_a``,
@@ -450,7 +451,7 @@ def operand(name: str, path: object, roots: Sequence[Mapping[str, Any]] | None) 
             may be on another machine.
 
     Raises:
-        InputError: it is no path, or it is beneath no root.
+        InputError: the operand is no path, or is beneath no root.
     """
     if not isinstance(path, str | os.PathLike):
         raise InputError(

@@ -158,8 +158,8 @@ def environment(**more: str) -> Mapping[str, str]:
 def restrict_to(allowed: Confinement, *own: Path) -> None:
     """Restrict this process as `restrict` does, to the folders that jobs may use, and to its `own` ones.
 
-    This package, too, refuses symbolic links from a root to anything else. Landlock alone would let a chunk
-    be a link to a shared library, say, or to a file of another root.
+    After this call, the package also refuses symbolic links that lead out of a root. Landlock alone would let
+    a chunk be a link to a shared library, say, or to a file of another root.
     """
     read, write = ([Path(each) for each in allowed[mode]] for mode in ("read", "write"))
     restrict(read, [*write, *own])

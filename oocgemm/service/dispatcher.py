@@ -2,7 +2,7 @@
 
 The dispatcher may die at any point. The order of its actions lets the next dispatcher go on:
 
-1. It commits ``starting``, with the number of the attempt.
+1. The dispatcher commits ``starting``, with the number of the attempt.
 2. It writes this number into the lock file of the job, and sends the job to a worker (`job_worker`), new or
    idle. The worker takes the lock. If the dispatcher dies before the worker has the lock, the next dispatcher
    queues the job again. The late worker finds another number in the lock file, or another process with the
@@ -16,8 +16,8 @@ dispatcher need not know how many jobs a worker had before: it asks which proces
 waits until that process ends. Workers end after their job if their dispatcher has died, since the socket
 between them is closed.
 
-*Workers.* The pool starts workers, hands jobs to them, and keeps idle ones for the next job. It also finds
-workers that an earlier server has started, by the files of a job (`job_worker`). At most one worker per
+*Workers.* The pool starts workers, hands jobs to them, and keeps idle ones for the next job. By the files of
+a job (`job_worker`), the pool also finds workers that an earlier server has started. At most one worker per
 device waits for a job, so that the next job on the device starts at once. A waiting worker keeps the memory
 `KEPT`, and its CUDA context. It ends after `KEEP` seconds, and at once if a job on another device needs the
 memory. A waiting worker has no state of a job: it may die at any time, and no job is affected.
@@ -144,7 +144,7 @@ class Process:
             self.channel = None
 
     def close(self) -> None:
-        """Forget the process. It ends when its job has ended."""
+        """Forget the process, which ends when its job has ended."""
         self.dismiss()
         os.close(self.handle)
 

@@ -138,10 +138,11 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
     """Plan a job, whose spec `checked` has returned.
 
     The budgets default to the limits: the memory of the largest device, and an equal part of the host memory
-    for each device. They are lowered to what the plan needs, so that other jobs can run beside it.
+    for each device. The budgets are lowered to what the plan needs, so that other jobs can run beside this
+    one.
 
-    Raises `InputError` if the product is impossible. Raises `BudgetError`, which names the smallest budgets
-    that would do, if these or the limits are too small.
+    Raises `InputError` if the product is impossible. Raises `BudgetError` if the budgets or the limits are
+    too small; the error names the smallest budgets that would do.
     """
     from oocgemm.verbs import gemm
 

@@ -287,7 +287,7 @@ class JobStore:
         return [JobRecord.of(row) for row in self._read(query, *values)]
 
     def some(self, jobs: Sequence[str]) -> list[JobRecord]:
-        """Return the jobs with these ids, in this order. Those that do not exist are left out."""
+        """Return the jobs with these ids, in this order. Ids without a job are left out."""
         marks = ", ".join("?" * len(jobs))
         rows = self._read(f"SELECT * FROM jobs WHERE id IN ({marks})", *jobs)
         found = {row["id"]: JobRecord.of(row) for row in rows}

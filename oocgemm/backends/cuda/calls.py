@@ -291,7 +291,8 @@ def slot_copies(
     """Prepare the copies of a block in a host slot: CUDA refuses copies that cross borders of pinned ranges.
 
     `device` is the block's address in device memory, and `host` are the contiguous arrays in the slot, each
-    of some columns of the block. `borders` are those of the slot's pinned ranges, with the start and the end.
+    of some columns of the block. `borders` are the borders of the slot's pinned ranges, with its start and
+    end.
     """
     launches: list[Launch] = []
     if len(host) == 1:

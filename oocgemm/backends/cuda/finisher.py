@@ -1,8 +1,8 @@
-"""What a CUDA device makes of a strip of C when its products have been added up.
+"""Finishes strips of C on a CUDA device, when their products have been added up.
 
 `FINISHERS` has the class that launches the kernels of the Finish operations, by the sink of the product
-(`oocgemm.planning.sinks`). They apply alpha and beta and cast to C's dtype, or select elements of C, or
-reduce its rows. A `ChainKernel` runs the epilogue before that. The `Turner` transposes strips of a Gram
+(`oocgemm.planning.sinks`). The kernels apply alpha and beta and cast to C's dtype, or select elements of C,
+or reduce its rows. A `ChainKernel` runs the epilogue before that. The `Turner` transposes strips of a Gram
 matrix before they are downloaded without host slots.
 """
 

@@ -59,7 +59,7 @@ class Loading:
             _loaded.add(kind)
 
     def wait(self) -> None:
-        """Wait until `multiply` has ended. It writes to slots, so all operations must wait for it."""
+        """Wait until `multiply` has ended. `multiply` writes to slots, so all operations must wait for it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

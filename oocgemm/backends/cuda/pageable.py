@@ -561,7 +561,7 @@ class Direction:
 
 
 class Ring:
-    """The pinned buffers and the threads of one device. They are made at the first copy in a direction."""
+    """The pinned buffers and the threads of one device. Those of a direction are made at its first copy."""
 
     def __init__(self, device: Any, shape: RingShape) -> None:
         self.shape = shape
@@ -572,7 +572,7 @@ class Ring:
     def upload(self, address: int, block: Pageable, waits: Sequence[Any]) -> Callable[[], Work]:
         """Begin to copy a block to a device address, once the events in `waits` have completed.
 
-        The returned function waits until the block has been read. It raises the errors of `block.move`.
+        The returned function waits until the block has been read, and raises the errors of `block.move`.
         """
         direction, dtype = self._direction("upload"), block.dtype
         copied = None

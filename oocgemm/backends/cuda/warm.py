@@ -70,7 +70,7 @@ class Warm:
 
     @property
     def kernels(self) -> Kernels:
-        """Our own kernels. They stay loaded."""
+        """Our own kernels, which stay loaded."""
         if self._kernels is None:
             self._kernels = Kernels(self._device)
         return self._kernels

@@ -1,7 +1,7 @@
 """The host backend: NumPy's BLAS multiplies, each stream is a thread, and "device memory" is ordinary memory.
 
-It runs the same schedules as a GPU, with the same waits between operations. Tests therefore need no GPU. It
-is also useful by itself: it multiplies arrays on disk within a hard memory budget.
+It runs the same schedules as a GPU, with the same waits between operations. Tests therefore need no GPU. The
+host backend is also useful by itself: it multiplies arrays on disk within a hard memory budget.
 """
 
 import os

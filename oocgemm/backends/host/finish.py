@@ -103,7 +103,7 @@ def run_chain(
 def _changed(
     step: Step, c: Array, u: Array | float, v: Array | float, d: Array, summed: np.dtype[np.generic]
 ) -> Array:
-    """Return what a step makes of the elements c. It may change them in place."""
+    """Return the elements c after a step. The step may change c in place."""
     match step.kind:
         case "scale":
             c *= step.value * u * v
@@ -170,7 +170,7 @@ def select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], 
         kept: the selected elements (`SELECTED`), one row for each row of C. All bytes of an unused element
             are `NONE`.
         sums: the tile's elements of these rows, in the accumulator's dtype.
-        scales: what rows and columns of C are multiplied by, if they are scaled. They are then clipped.
+        scales: factors of rows and columns of C, or None. Scaled elements are clipped to [-1, 1].
         at: the row and the column in C of the first element of `sums`.
         excludes_self: whether elements on C's diagonal are left out.
     """
@@ -276,7 +276,7 @@ def _merge_by_fields(best: Array, rows: Array, scores: Array, indices: Array) ->
 
 
 class Keeper(ABC):
-    """Updates what is kept of the rows of C.
+    """Updates the elements that are kept for the rows of C.
 
     Args of the constructor:
         problem: the product.

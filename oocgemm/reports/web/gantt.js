@@ -1,9 +1,9 @@
 // The Gantt chart of a run on a canvas: one line per lane, the causes of waits under the compute lane, an overview below.
-// A run on several devices has a row per device, which shows what it computed or waited for. Its lanes are shown if
-// the row is open. A track is a lane of a device. Its number is the number of the device, times the number of lanes,
-// plus the number of the lane.
+// A run on several devices has a row per device, which shows what the device computed or waited for. The lanes of
+// the device are shown if the row is open. A track is a lane of a device. The number of a track is the number of the
+// device, times the number of lanes, plus the number of the lane.
 const GUTTER = 84, AXIS = 24, ROW = 22, SIDE_BY_SIDE = 12, GAP = 6, WAITS = 10, OVERVIEW_LANE = 5;
-// Height of a device's row, and the number of lanes in all up to which all devices are open at first. At most MAX_OPEN
+// Height of a device's row, and maximum number of lanes in all for which all devices are open at first. At most MAX_OPEN
 // devices are open, since the height of a canvas is limited.
 const DEVICE = 14, OPEN_LANES = 20, MAX_OPEN = 8;
 
@@ -121,7 +121,7 @@ class Gantt {
     }
   }
 
-  // Formats a time with so many digits that neighbouring marks on the axis have different texts.
+  // Formats a time with enough digits that neighbouring marks on the axis have different texts.
   mark(t, step) {
     const [unit, name] = step >= 1e8 ? [1e9, "s"] : step >= 1e5 ? [1e6, "ms"] : [1e3, "µs"];
     return `${(t / unit).toFixed(Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9)))} ${name}`;

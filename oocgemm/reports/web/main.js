@@ -43,7 +43,7 @@ dark.addEventListener("change", () => {
   recolour();
 });
 
-// A page that shows this one in a frame gets its height, and may send a theme. Then it has the button.
+// A page that shows this page in a frame gets the height, and may send a theme. Then that page has the theme button.
 const framed = parent !== window;
 addEventListener("message", ({ source, data }) => {
   if (!framed || source !== parent || !["light", "dark"].includes(data?.theme)) return;

@@ -8,7 +8,7 @@ export class Problem extends Error {
   }
 }
 
-// Called if the service does not know who sends the request.
+// The function to call if the service does not know who sends a request.
 let signedOut = () => {};
 export const onSignedOut = (action) => { signedOut = action; };
 
@@ -34,8 +34,8 @@ const request = async (method, path, { body, headers, signal }) => {
   }
 };
 
-// Returns the bytes of a file of a job from an offset on, and the offset of their end. Without an offset, these are the
-// last bytes. A range that begins at the end would be an error, so it begins one byte before.
+// Returns the bytes of a file of a job from an offset on, and the offset of their end. Without an offset, returns the
+// last bytes. A range that begins at the end of the file would be an error, so the range begins one byte before.
 export const tail = async (path, from, most) => {
   const range = from > 0 ? `bytes=${from - 1}-${from + most - 1}` : `bytes=-${most}`;
   const answer = await request("GET", path, { headers: { Range: range } });

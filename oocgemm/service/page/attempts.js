@@ -2,7 +2,7 @@
 import { Keyed, h, setText } from "./dom.js";
 import { stamp, time } from "./words.js";
 
-// Returns the section, and the function that adds an event. Events that are known are left out.
+// Returns the section, and a function that adds an event to it, unless the section has the event already.
 export const attempts = () => {
   const list = h("ol", { class: "history" }), known = new Map();
   const lines = new Keyed(list, (event) => event.seq, line);

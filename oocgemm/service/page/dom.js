@@ -19,10 +19,10 @@ const fill = (element, properties, children) => {
 export const setText = (element, text) => { if (element.textContent !== text) element.textContent = text; };
 export const show = (element, shown) => { element.hidden = !shown; };
 
-// Gives a bar or a box its share of the width. The content security policy forbids style attributes, not this.
+// Gives a bar or a box its share of the width. The content security policy forbids style attributes, but not this call.
 export const setWidth = (element, share) => { element.style.width = `${100 * Math.min(1, Math.max(0, share))}%`; };
 
-// Makes the children of an element stand for items, in their order. Children of items that stay are kept, with their
+// Keeps one child of an element per item, in the order of the items. Children of items that stay are kept, with their
 // focus. `make` returns an element and the function that updates it, as [element, update].
 export class Keyed {
   constructor(element, key, make) { Object.assign(this, { element, key, make, known: new Map() }); }
@@ -44,7 +44,7 @@ export class Keyed {
 // Says something to users of screen readers.
 export const say = (text) => { document.getElementById("said").textContent = text; };
 
-// Returns a function that calls `action` at most once in so many milliseconds: at once if it can, else later.
+// Returns a function that calls `action` at most once in this time: at once if that is allowed, else later.
 export const atMostEvery = (milliseconds, action) => {
   let timer = 0, last = -Infinity;
   const run = () => { timer = 0; last = performance.now(); action(); };

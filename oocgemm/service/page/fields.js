@@ -1,9 +1,9 @@
-// The fields of the form: a row per field, and the request that they make.
+// The fields of the form, one row per field, and the request that is made from them.
 import { OPTIONS } from "./options.js";
 
 // Fields have a name, a label, a help text, a kind ("text" by default, or a list of choices, or "check", "number",
-// "pair", "ids", "time"), a placeholder, and for a path, which roots it may be in. Paths are required. Fields of options
-// are what the server says, with the group in which they stand.
+// "pair", "ids", "time"), a placeholder, and for a path, the roots that it may be in. Paths are required. The server
+// sends the fields of options, each with its group.
 const of = (group) => OPTIONS.filter((option) => option.group === group);
 const JOB = [
   { name: "name", label: "Name", help: "How lists show the job.", place: "none" },

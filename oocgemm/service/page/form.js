@@ -64,7 +64,7 @@ export const formView = (main, { from }) => {
       if (closed || problem.name === "AbortError" || mine !== asked) return;
       refuse(problem, now);
     }
-    // Starts change while others submit. A problem is asked about again when the form changes.
+    // Predicted starts change while others submit. After a problem, ask again only when the form changes.
     const refused = prediction.element.dataset.state === "refused";
     if (!closed && !refused) timer = setTimeout(() => { if (!document.hidden) plan(true); }, REFRESH_MS);
   };
@@ -177,7 +177,7 @@ const dryRun = () => {
       const wanted = list(names.map((name) => name.toUpperCase()));
       set("missing", h("p", { class: "meta" }, `Name ${wanted} to see the plan, the time and the start.`));
     },
-    // The plan of before stays until there is another one.
+    // The previous plan is shown until there is a new one.
     busy: () => (element.dataset.state === "planned" ? show(planning, true) : set("busy")),
     planned: (found, quiet) => {
       said.setAttribute("aria-live", quiet ? "off" : "polite");

@@ -1,7 +1,7 @@
 // Events of the service, over one connection that is made again whenever it breaks.
 //
-// Browsers allow six connections to a server, over all their tabs. So a view has one stream of events, and a tab that
-// nobody sees has none.
+// Browsers allow six connections to a server, over all their tabs. So a view has one stream of events, and a hidden
+// tab has no stream.
 import { call } from "./api.js";
 
 const KINDS = [
@@ -15,8 +15,8 @@ const RETRY_SECONDS = [1, 2, 4, 8];
 export const newer = (before, now) => (before && before.done > (now?.done ?? 0) ? before : now);
 
 export class Live {
-  // `path` is that of the stream, `onEvent` is called with each event, `onOpen` with each connection, so that the view
-  // loads what it has missed. `onState` is called with "connecting", "live" or "lost"; with null at the end.
+  // `path` is the path of the stream. `onEvent` is called with each event, `onOpen` after each connection, so that the
+  // view loads what it has missed. `onState` is called with "connecting", "live" or "lost"; with null at the end.
   constructor(path, { onEvent, onOpen, onState }) {
     Object.assign(this, { path, onEvent, onOpen, onState, failures: 0, timer: 0, last: 0, ended: false });
     this.onVisible = () => (document.hidden ? this.stop() : this.start());

@@ -20,7 +20,7 @@ export const log = (id) => {
     end = found.end;
     if (!found.bytes.length) return 0;
     const below = text.scrollHeight - text.scrollTop - text.clientHeight < 40 || text.hidden;
-    // Other control characters than new lines and tabs would show as boxes.
+    // Remove control characters except new lines and tabs: they would show as boxes.
     const more = decoder.decode(found.bytes, { stream: true }).replace(/\x1b\[[0-9;]*[A-Za-z]|[^\P{Cc}\n\t]/gu, "");
     setText(text, (text.textContent + more).slice(-KEEP));
     show(text, true);
@@ -41,7 +41,7 @@ export const log = (id) => {
   };
   return {
     element,
-    // Reads what is new. While the job is active, goes on doing so.
+    // Reads what is new, and while the job is active, reads again later.
     follow(active) {
       following = active;
       step();

@@ -30,7 +30,7 @@ const onState = (state) => {
 const showView = (make, options = {}) => {
   view?.close();
   view = make(main, { user, onState, ...options });
-  // A new view is read from its heading on. The first one is not, so that the page begins at its beginning.
+  // Screen readers read a new view from its heading on. The first view gets no focus, so that all is read.
   if (!first && !main.contains(document.activeElement)) main.querySelector("h1")?.focus({ preventScroll: true });
   if (!first) scrollTo(0, 0);
   first = false;

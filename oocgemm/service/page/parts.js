@@ -22,7 +22,7 @@ export const bar = (label, role = "progressbar") => {
   }];
 };
 
-// In the order of data flow.
+// The lanes in the order of data flow.
 const LANES = ["read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write"];
 
 // Returns a list of lanes with the share of time in which each was busy, and what limited the job.
@@ -72,6 +72,6 @@ export const facts = (kind = "facts") => {
 export const problemBox = (problem, ...children) => h("div", { class: "card problem" },
   h("p", { class: "finding" }, problem.title), h("p", {}, problem.message), ...children);
 
-// Returns a box for a place where nothing is.
+// Returns a box for an empty place, such as a list without jobs.
 export const nothing = (heading, text, ...children) => h("div", { class: "card nothing" },
   h("p", { class: "finding" }, heading), h("p", { class: "meta" }, text), ...children);

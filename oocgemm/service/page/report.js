@@ -9,7 +9,7 @@ const MAX_HEIGHT = 20_000;
 export const report = (path) => {
   const link = h("a", { href: path, target: "_blank", rel: "noopener" }, "Open in a tab of its own");
   const frame = h("iframe", { src: path, title: "Report of the run", sandbox: "allow-scripts", loading: "lazy" });
-  // Its origin is opaque, so none can be named.
+  // The origin of the frame is opaque, so the message cannot name it.
   const sendTheme = () => frame.contentWindow?.postMessage({ theme: root.dataset.theme }, "*");
   const receive = (event) => {
     if (event.source !== frame.contentWindow || !(event.data?.height > 0)) return;

@@ -1,5 +1,5 @@
-// The tiles of C: a grid whose boxes fill as tiles are finished. Of a larger grid, a box stands for several tiles, and
-// is filled by the share of them that is finished.
+// The tiles of C: a grid whose boxes fill as tiles are finished. In a large grid, a box stands for several tiles, and
+// is filled by the share of these tiles that is finished.
 import { h, setText, show, svg } from "./dom.js";
 import { count, extents, spaced } from "./words.js";
 
@@ -8,7 +8,7 @@ const MAX_COLUMNS = 64, MAX_ROWS = 48;
 // the proportion of what it stands for, unless it would be too narrow.
 const MAX_SIDE = 120, MIN_SIDE = 6, MAX_WIDTH = 520, MAX_HEIGHT = 340, GAP = 0.08;
 
-// Returns the grid, and the function that updates it. That of a plan has no tiles that are finished.
+// Returns the grid, and a function that updates it. The grid of a plan has no finished tiles.
 export const tiles = ({ planned = false } = {}) => {
   const picture = svg("svg", { role: "img", class: "tiles" }), note = h("p", { class: "note" });
   const key = (kind, text) => h("span", {}, h("i", { class: `box ${kind}` }), text);

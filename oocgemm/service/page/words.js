@@ -32,7 +32,7 @@ export const ACTIONS = {
 export const title = (job) => job.name || `${last(job.c)} = ${last(job.a)} × ${last(job.b)}`;
 const last = (path) => path.split(/[:/]/).at(-1);
 export const count = (number, one, many = `${one}s`) => `${spaced(number)} ${number === 1 ? one : many}`;
-// All numbers have thin spaces between thousands, as those of the report.
+// All numbers have thin spaces between thousands, as in the report.
 export const spaced = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
 export const extents = (...sizes) => sizes.map(spaced).join(" × ");
 export const shape = (plan) => extents(plan.m, plan.n, plan.k);
