@@ -63,9 +63,9 @@ from oocgemm.system import cache
 from oocgemm.system.installed import compiled
 from oocgemm.system.resources import CpuTimes, allocate, available_memory, used_since
 
-AT_ONCE = 4  # copies in each direction that are timed at once
+AT_ONCE = 4  # number of copies in each direction that are timed together
 _FREE_SHARE = 0.5  # maximum share of the free device memory that a measurement occupies
-# The compressed matrix is this much smaller than the uncompressed one: encoding takes longest.
+# The matrix that is stored compressed is smaller than the other one by this factor: encoding takes longest.
 PACKED_SHARE = 4
 CACHED_AT_ONCE = 1 << 20  # bytes that a thread reads into the page cache at a time
 
@@ -79,7 +79,7 @@ class Sizes:
             memory.
         depths: the extents along k of the timed products.
         block: shape of the float64 matrix with which page faults and copies are measured.
-        copies: Copies between host and GPU are measured with each of these numbers of rows of the matrix.
+        copies: numbers of rows of this matrix. Copies between host and GPU are measured with each of them.
         seconds: duration of one measurement. Some measurements take three times as long.
         streamed: shape of the float64 matrix that is streamed from memory and from storage.
         chunk: rows and columns of the chunks in storage.
@@ -96,7 +96,8 @@ class Sizes:
 
 # The default sizes for each backend. `side` is so large that products reach the full rate of the kernel. The
 # matrices (256 MiB, and 1 GiB on a GPU) are larger than the processor's caches, so that copies use main
-# memory. All threads together are so fast that smaller matrices would mainly show how threads start.
+# memory. All threads together are so fast that with smaller matrices, mainly the start of threads would be
+# measured.
 SIZES = {
     "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.1),
     "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3, (4096, 8192), 1024),
@@ -197,9 +198,9 @@ def _links(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Measure copies between host and device, and the cost of page faults. Return rates and samples by name.
 
-    Two rates are no bytes per second: `copy_latency`, in seconds, is the part of a copy's time that does not
-    depend on its size, and `arena_seconds_per_byte` the time to fault in new memory. Samples are the rates of
-    copies, by direction and then by size in bytes.
+    Rates are in bytes per second, except two: `copy_latency`, in seconds, is the part of a copy's time that
+    does not depend on its size. `arena_seconds_per_byte` is the time to fault in a byte of new memory. The
+    samples are the measured rates of copies, by direction and then by size in bytes.
     """
     say("page faults")
     (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
@@ -252,7 +253,7 @@ def _links(
 
         at_once, _ = explained(together, number, check)
         samples["both ways"] = sum(at_once.values())
-        # Runs copy in both directions at once, where this makes a difference.
+        # Runs copy in both directions at once. Use the lower rate if this makes copies slower.
         rates |= {link: min(rates[link], rate) for link, rate in at_once.items()}
     return rates, samples
 
@@ -268,7 +269,7 @@ def _fill_seconds(bench: Workbench) -> float:
 
 
 def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> float:
-    """Return the seconds per operation of a run with tiny tiles: the host needs them to start one."""
+    """Return the seconds that the host needs to start an operation, from a run whose tiles are tiny."""
     side, tile = 8 * 64, TileShape(64, 64, 64)
     host = 0 if machine.unified else 2
     slots = Slots(2, 2, 1, host, host, host, strip=tile.m, unified=machine.unified)
@@ -300,8 +301,9 @@ def kernel_rates(
 ) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
     """Measure the rate of products for each dtype and precision.
 
-    Returns the fitted rates, by their names in `RATES`; the lowest rate of Prepare, which splits the operands
-    of emulated products, in bytes per second; and the measured flop/s, by name and by extent along k.
+    Returns three results: the fitted rates, by their names in `RATES`; the lowest rate, in bytes per second,
+    of the operation Prepare, which splits the operands of emulated products; and the measured flop/s, by name
+    and then by extent along k.
     """
     some = numbers((64, 1024)).reshape(-1)
     fitted, prepare, samples = {}, [], {}
@@ -356,8 +358,8 @@ def _kernel(
 def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
     """Convert measured flop/s, by extent along k, to those of products with infinite m and n.
 
-    A `KernelRate` is fitted to them. This inverts the loss that the machine model predicts for smaller m and
-    n.
+    The caller fits a `KernelRate` to the result. The machine model predicts lower flop/s for finite m and n;
+    this function inverts the reduction.
     """
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
@@ -367,7 +369,7 @@ def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float
 
 
 def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
-    """Return m, n and k of the product to time. Raises `BackendError` if even a small one does not fit.
+    """Return m, n and k of the product to time. Raises `BackendError` if even a small product does not fit.
 
     m and n are `sizes.side`, or half of it for emulated products on the host, which take long. They are
     halved until the product fits into the share `_FREE_SHARE` of the free device memory.
@@ -398,7 +400,8 @@ def storage_rates(
     """Measure the rates of the file system of a folder, with the products of `streaming`.
 
     `source` is the float64 content of temporary arrays with chunks of `chunk` rows and columns. Returns the
-    rates of the file system, and that at which all cores together decode zstd chunks, in bytes per second.
+    rates of the file system, and the rate at which all cores together decode zstd chunks, in bytes per
+    second.
     """
     temporary = tempfile.TemporaryDirectory(prefix=".oocgemm-calibrate-", dir=folder)
     with temporary:
@@ -406,7 +409,7 @@ def storage_rates(
         def rate(path: Path, depth: int, *, cold: bool = False) -> float:
             place = _evict if cold else _cache
             place(path)
-            matrix = stores.open_matrix("A", str(path))  # finds out whether the page cache has the files
+            matrix = stores.open_matrix("A", str(path))  # checks whether the page cache has the files
             with streaming(engine, machine, matrix, depth) as run:
 
                 def once() -> float:
@@ -420,7 +423,7 @@ def storage_rates(
         raw, write = _written(machine, temporary.name, source, chunk, "none", seconds)
         say(f"reading in {folder}")
         cold, read = rate(raw, chunk, cold=True), rate(raw, chunk)
-        # Panels with half of the columns of each chunk, so that the bytes to read are not contiguous.
+        # Read panels with half of the columns of each chunk, whose bytes are not contiguous.
         scattered = rate(raw, max(1, chunk // 2))
         say("decoding zstd")
         fewer = max(1, source.shape[1] // PACKED_SHARE)
@@ -432,9 +435,10 @@ def storage_rates(
 def _written(
     machine: MachineModel, folder: str, source: Array, chunk: int, compressor: str, seconds: float
 ) -> tuple[Path, float]:
-    """Write a matrix to a new array, strip by strip, as a run writes a tile of C, for `seconds`.
+    """Write a matrix to a new array, strip by strip, like a run that writes a tile of C.
 
-    Returns the path of the array, and the bytes per second including the flush to the disk.
+    Repeats this for `seconds`. Returns the path of the array, and the bytes per second, including the flush
+    to the disk.
     """
     rows, cols = source.shape
     shape = min(chunk, rows), min(chunk, cols)
@@ -474,7 +478,7 @@ def _evict(folder: Path) -> None:
 
 
 def _cache(folder: Path) -> None:
-    """Read the files in a folder, so that the page cache has them. Large chunks are written past it."""
+    """Read the files in a folder into the page cache. Large chunks were written past the page cache."""
     with ThreadPoolExecutor() as pool:
         deque(pool.map(_read_through, _files(folder)), maxlen=0)
 

@@ -5,8 +5,9 @@ less than a second: products in float32 and float64, copies between host and dev
 are scaled with the one that they resemble most. A *calibration* (`oocgemm calibrate`) measures all rates, and
 takes the place of the probe.
 
-A run takes the probe if it is predicted to take at least `MIN_SECONDS`, and the result can be kept. What is
-measured beside other work is not kept. Setting the environment variable OOCGEMM_PROBE to 0 turns probes off.
+A run takes the probe if it is predicted to take at least `MIN_SECONDS`, and the result can be kept. A probe
+during which other programs used the machine is not kept. Setting the environment variable OOCGEMM_PROBE to 0
+turns probes off.
 """
 
 import json
@@ -38,11 +39,12 @@ logger = logging.getLogger("oocgemm")
 
 FORMAT, VERSION = "oocgemm-probe", 1
 MIN_SECONDS = 3.0
-# If other programs used more than this share of the CPU cores meanwhile, the probe is not kept.
+# If other programs used more than this share of the CPU cores during the probe, the probe is not kept.
 MAX_OTHERS = 0.1
 # A factor beyond this one, or below its inverse, is taken for a fault of the measurement.
 MAX_FACTOR = 32.0
-# The rates that each measured rate stands for. The threads that stage arrays also read cached files.
+# For each measured rate, the rates that are scaled with it. The threads that stage arrays also read cached
+# files.
 MEASURED = {
     "float32": ("float16", "bfloat16", "int8", "float32", "complex64", "emulated float32"),
     "float64": ("float64", "complex128", "emulated float64"),
@@ -61,7 +63,10 @@ _tried = set[str]()
 
 @dataclass(frozen=True)
 class Models:
-    """The model with default rates, that with the best known ones, and the calibration of these, if any."""
+    """The model with default rates, the model for plans, and the calibration.
+
+    `best` has the rates that are known best, from `calibration` if there is one, else from a probe.
+    """
 
     default: MachineModel
     best: MachineModel
@@ -76,7 +81,7 @@ def models(
 ) -> Models:
     """Return the models that predict run times on a device.
 
-    `device` is its identity, as `backends.identity` returns it. `reads` and `writes` are ids of the file
+    `device` is the identity of the device, from `backends.identity`. `reads` and `writes` are ids of the file
     systems from which operands are read, and to which C is written.
     """
     versions = cache.version(), probe_version()
@@ -93,7 +98,7 @@ def _models(
     defaults: MachineModel,
     versions: object,
 ) -> Models:
-    """Read the files of calibrations and probes. `versions` differ if the files may have changed."""
+    """Return the models from the files of calibrations and probes. `versions` change with the files."""
     calibration, note = cache.load(backend, device)
     if calibration is not None:
         return Models(defaults, calibration.model(defaults, reads, writes), calibration)
@@ -102,7 +107,7 @@ def _models(
 
 
 def stored_on(*matrices: Matrix | None) -> set[str]:
-    """Return the ids of the file systems that store these matrices. Others are left out."""
+    """Return the ids of the file systems that store matrices, except those in memory and object stores."""
     found = set()
     for matrix in matrices:
         if matrix is not None and not matrix.layout.in_memory and not matrix.layout.requests:
@@ -114,7 +119,7 @@ def stored_on(*matrices: Matrix | None) -> set[str]:
 def probe_factors(backend: str, device: str | None) -> Mapping[str, float]:
     """Return by which factor rates of this machine differ from the defaults, by name; empty if unknown.
 
-    If `device` is None, the device that was probed last counts.
+    If `device` is None, return the factors of the device that was probed last.
     """
     if not _enabled():
         return {}
@@ -196,7 +201,7 @@ def keep_probe(engine: Backend, found: Mapping[str, float]) -> None:
 
 
 def _probed(defaults: MachineModel, backend: str, device: str | None) -> MachineModel:
-    """Return the default model with the rates that were probed, or the default model itself."""
+    """Return the default model with the probed rates; the default model itself if there is no probe."""
     known = probe_factors(backend, device)
     if not known:
         return defaults
@@ -219,7 +224,7 @@ def _keepable() -> bool:
 
 @lru_cache(maxsize=16)
 def _read(path: str, written: tuple[int, int]) -> dict[str, Any] | None:
-    """Read a probe; None if the file is no valid one. `written` (time and size) changes if the file does."""
+    """Return a probe; None if the file is not valid. `written` (time and size) changes with the file."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         if (data["format"], data["version"]) != (FORMAT, VERSION):
@@ -242,7 +247,7 @@ OPTIONAL = {
     "isal": ("faster decompression of gzip", "hdf5"),
 }
 
-# Compiles the host code, if there is a C compiler.
+# The command that compiles the host code, if there is a C compiler.
 REINSTALL = "pip install --force-reinstall --no-deps --no-binary oocgemm oocgemm"
 
 
@@ -275,8 +280,8 @@ def _described(engine: Backend) -> dict[str, Any]:
     """Return the properties of a backend, and its rates.
 
     "kernels" and "links" are the rates that plans use. "sources" has up to three values for each rate: the
-    default, "assumed"; that of the probe, "probed"; and that of the calibration, "measured". "assumed" lists
-    the rates that have neither of these.
+    default value, "assumed"; the value of the probe, "probed"; and the value of the calibration, "measured".
+    The key "assumed" lists the rates that have only the default value.
     """
     here = cache.file_system(".")
     device = backends.identity(engine)
@@ -324,7 +329,10 @@ def _rates(machine: MachineModel) -> dict[str, float]:
 
 
 def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield what this machine lacks: "what" is missing, what it is "for", and the "command" that adds it."""
+    """Yield the packages and measurements that this machine lacks.
+
+    Each is a dictionary: "what" is missing, the purpose that it is "for", and the "command" that adds it.
+    """
     extra = backends.cuda_extra()
     if extra and not {"cupy", f"cupy-{extra}x"} & found["versions"].keys():
         yield _lacking("cupy", "products on the GPU", f"pip install 'oocgemm[{extra}]'")

@@ -34,7 +34,7 @@ from oocgemm.planning import COMPUTES, OPERANDS
 if TYPE_CHECKING:
     from oocgemm.backends.cuda.measure import Product, Stopwatch
 
-# A kernel that is timed, with its parameters. cuBLAS is represented by None, without parameters.
+# A kernel that is timed, and its parameters. None, with no parameters, stands for cuBLAS.
 Contender = tuple[Kernel | None, Params]
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]
@@ -200,8 +200,8 @@ def tune(
     """Time cuBLAS and all kernels of the ladder, for each dtype, precision and class of shapes.
 
     `tuning.shape_class` defines the classes. Each kernel is timed with each of its sets of parameters, first
-    on a small product (m = n = k = 1024). A set with which the small product takes more than ten times as
-    long as with the fastest kernel is not timed on larger products.
+    on a small product (m = n = k = 1024). If the small product takes more than ten times as long with a set
+    as with the fastest kernel, the set is not timed on larger products.
 
     Args:
         device: number of the CUDA device.
@@ -244,7 +244,7 @@ def tune(
 
 
 def pairs(dtypes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs (dtype, precision) that can be timed, by default for all dtypes that are installed."""
+    """Return the pairs (dtype, precision) that can be timed. No `dtypes` stand for all that are installed."""
     return [(d, c) for c in PRECISIONS for d in dtypes or known_dtypes() if d in COMPUTES[c]]
 
 
@@ -272,7 +272,10 @@ def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _contenders(kernels: Sequence[str], call: Call) -> list[Contender]:
-    """Return cuBLAS, and each named kernel, or all, with each set of parameters that can run the call."""
+    """Return cuBLAS, and each kernel with each set of parameters that can run `call`.
+
+    Only the kernels named in `kernels` are returned, unless it is empty.
+    """
     found: list[Contender] = [(None, {})]
     for kernel in LADDER:
         if not kernels or kernel.name in kernels:
@@ -288,7 +291,7 @@ def _key(contender: Contender) -> tuple[object, ...]:
 def _affordable(contender: Contender, flops: int, best: dict[Any, float], limit: float) -> bool:
     """Return whether a product would take a kernel at most `limit` seconds at its best rate so far.
 
-    All kernels are compared with cuBLAS, so that this is always True for it, as without a rate.
+    Also return True for cuBLAS, with which all kernels are compared, and for a kernel without a rate.
     """
     rate = best.get(_key(contender))
     return contender[0] is None or rate is None or flops / rate <= limit
@@ -302,7 +305,7 @@ def _peak(capability: tuple[int, int], processors: int, clock: int | None, dtype
 
 
 def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Product") -> dict[str, Any]:
-    """Return a kernel's registers and occupancy, from the driver, and its predicted memory accesses."""
+    """Return the fields of a row that are not timed: registers, occupancy, and predicted memory accesses."""
     kernel, params = contender
     if kernel is None:
         return {}
@@ -322,9 +325,9 @@ def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Pr
 
 
 def count(result: dict[str, Any], device: int) -> None:
-    """Read hardware counters for one row per dtype and kernel of a benchmark, and add them to it as "ncu".
+    """Read hardware counters for one row per dtype and kernel of a benchmark, and add them as "ncu".
 
-    The row is that of the largest product with m n k up to 2048^3, with the fastest parameters. If counters
+    It is the row of the largest product with m n k up to 2048^3, with the fastest parameters. If counters
     cannot be read, the reason is added to `result` as "not_counted".
     """
     chosen: dict[tuple[str, str], dict[str, Any]] = {}
@@ -470,9 +473,9 @@ Launch = Mapping[str, str]  # the metrics of one launch, as ncu prints them: tex
 def read_counters(rows: Sequence[Mapping[str, Any]], device: int) -> list[dict[str, float | None]]:
     """Run the product of each benchmark row once under ncu, and return its counters.
 
-    For each row: the sectors loaded, stored and read from the L2 cache; bank conflicts, in extra cycles per
-    access to shared memory; and the achieved occupancy, as a fraction. Unknown values are None. Raises
-    `BackendError` if ncu is missing or fails.
+    The counters of a row are the sectors loaded, stored, and read from the L2 cache; bank conflicts, in extra
+    cycles per access to shared memory; and the achieved occupancy, as a fraction. Unknown values are None.
+    Raises `BackendError` if ncu is missing or fails.
     """
     tool = shutil.which("ncu")
     if tool is None:
@@ -557,7 +560,7 @@ def _number(text: str | None) -> float:
 
 
 def _launch(device: int, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Run the product of each benchmark row once, and return the names of its kernels; none for cuBLAS."""
+    """Run the product of each benchmark row once. Return the kernel names of each row; none for cuBLAS."""
     from oocgemm.backends.cuda.measure import Product, Stopwatch
 
     names: list[list[str]] = []

@@ -48,7 +48,7 @@ from oocgemm.system.resources import available_memory
 from oocgemm.timeline import Span
 from oocgemm.timeline.spans import length, union
 
-# Maximum samples per size that `explained` measures before it raises BackendError.
+# Maximum number of samples per size that `explained` measures before it raises BackendError.
 _ROUNDS = 5
 
 Fit = TypeVar("Fit")
@@ -58,9 +58,9 @@ QUEUED = 4
 # `Workbench.seconds` first queues up to this many copies. They keep the device busy while the host queues the
 # operations that are timed.
 MAX_AHEAD = 64
-# Columns of B: few, so that the multiplications take no time in comparison.
+# Number of columns of B: few, so that the multiplications take little time in comparison with the loads.
 COLUMNS = 8
-# Slots for panels on a GPU, and in its host's memory if A is not in memory itself.
+# Numbers of slots for panels: on a GPU, and in host memory if A is not in memory itself.
 DEVICE_SLOTS, HOST_SLOTS = 4, 3
 
 
@@ -69,9 +69,9 @@ def explained(
 ) -> tuple[Fit, dict[int, float]]:
     """Measure rates at several sizes, and fit a model to them. Return the fit, and the median rates by size.
 
-    `measure` returns the rate at a size. `fit` fits a model to rates. It raises `ValueError` if the model
-    does not explain them, for example because other programs disturbed the measurement. Then one more sample
-    is measured at each size. Raises `BackendError` if the fit fails with `_ROUNDS` samples of each.
+    `measure` returns the rate at a size. `fit` fits a model to the median rates, and raises `ValueError` if
+    no model explains them, for example because other programs disturbed the measurement. Then one more sample
+    is measured at each size. Raises `BackendError` if the fit fails with `_ROUNDS` samples per size.
     """
     taken = {place: [measure(place)] for place in places}
     for again in range(_ROUNDS):
@@ -92,14 +92,14 @@ def explained(
 
 
 def per_second(amount: float, seconds: float) -> float:
-    """Return `amount / seconds`; infinity, after which callers measure again, if `seconds` is 0."""
+    """Return `amount / seconds`; infinity if `seconds` is 0. After infinity, `explained` measures again."""
     return amount / seconds if seconds > 0 else inf
 
 
 def typical(act: Callable[[], float], limit: float) -> float:
     """Call `act` repeatedly for `limit` seconds, and return the median of its results.
 
-    The first call warms caches up. Its result is ignored, unless this call takes longer than `limit`.
+    The first call warms caches up. Its result is ignored, unless the first call takes longer than `limit`.
     """
     started = perf_counter()
     samples = [act()]
@@ -121,8 +121,9 @@ def numbers(shape: tuple[int, int]) -> Array:
 class Workbench:
     """A backend with buffers for one product, whose operations are run and timed one by one.
 
-    It has device buffers for a panel of A, a panel of B and a tile of C, and the same in host memory unless
-    the device is the host. `tile` has m, n and k of the product. Read operations read A from `a`.
+    It has device buffers for a panel of A, a panel of B and a tile of C. Unless the device is the host, it
+    has such buffers in host memory, too. `tile` has m, n and k of the product. Read operations read A from
+    `a`.
     """
 
     def __init__(
@@ -154,8 +155,8 @@ class Workbench:
     def multiply(self, depth: int, *, first: bool = False) -> Operation:
         """Return the operation that multiplies A and B over the first `depth` indices along k.
 
-        If `first`, it overwrites C; otherwise it adds to C. An emulated product needs that of `prepare`
-        before it.
+        If `first`, the operation overwrites C; otherwise it adds to C. Before an emulated product, run the
+        operation that `prepare` returns.
         """
         tile, problem = self.plan.tile, self.plan.problem
         c, ranges = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
@@ -210,7 +211,7 @@ class Workbench:
         can fire long before the work starts. Raises `BackendError` if even `MAX_AHEAD` copies end too early.
         """
         if operation.kind not in self.session.asynchronous:
-            # The start and the end of a synchronous operation are known exactly, so one is enough.
+            # The start and the end of a synchronous operation are known exactly, so one operation is enough.
             ((start, end),) = self.intervals(operation)
             return (end - start) / 1e9
         panel, ahead = self.load(Kind.UPLOAD, "A"), 1
@@ -229,7 +230,7 @@ class Workbench:
         )
 
     def fill(self, operand: str, numbers: Array) -> None:
-        """Fill the panel of A or B on the device with typical numbers: with zeros, a GPU would be faster."""
+        """Fill the panel of A or B on the device by repeating `numbers`. With zeros, a GPU is faster."""
         slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
         for start in range(0, slot.size, numbers.size):
             slot[start : start + numbers.size] = numbers[: slot.size - start]
@@ -247,7 +248,7 @@ class Workbench:
 
 
 def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
-    """Return a plan for a product of the extents of `tile` in one step, with one buffer for each operand."""
+    """Return a plan for a product of m, n and k in `tile`, in one step, with one buffer per operand."""
     kind = DTYPES[dtype]
     shape = tile.m, tile.n, tile.k
     problem = GemmProblem.of(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
@@ -278,9 +279,9 @@ def streaming(
 ) -> Iterator[Callable[[], list[Span]]]:
     """Prepare products that load a float64 matrix A; yield a function that runs one and returns its spans.
 
-    If the device is the host, the panels are only read: a run's reads and multiplications share the cores, so
-    that the model adds their times. A panel has all rows and `depth` columns. A GPU does not copy directly
-    from A, even if it is pinned.
+    If the device is the host, the panels are only read: in a run, reads and multiplications share the cores,
+    and the model adds their times. A panel has all rows and `depth` columns. A GPU does not copy directly
+    from A, even if A is pinned.
     """
     plan = _plan(machine, a, depth)
     rows, cols = a.shape
@@ -309,7 +310,7 @@ def streaming(
 
 
 def loading_seconds(spans: list[Span]) -> float:
-    """Return the seconds in which at least one panel of A was read or, if none was, uploaded."""
+    """Return the seconds during which panels of A were read or, if none was read, uploaded."""
     for kind in (Kind.READ, Kind.UPLOAD):
         moved = [(s.start, s.end) for s in spans if (s.kind, s.operand) == (kind, "A") and s.bytes]
         if moved:

@@ -19,8 +19,8 @@ from time import monotonic
 from oocgemm.errors import InputError
 from oocgemm.planning.cost.calibration import Calibration
 
-# What was read from files is read again after at most this many seconds: to edit a file in place does not
-# change the modification time of its folder.
+# Files are read again after at most this many seconds: a file that is edited in place does not change the
+# modification time of its folder.
 RECENT = 0.5
 
 
@@ -48,8 +48,8 @@ def _folder(own: str | None, shared: str | None, home: str | None) -> Path:
 def version(within: Callable[[], Path] = folder) -> tuple[Path | None, int, int]:
     """Return a value that changes when a file is saved in a folder or deleted, and every `RECENT` seconds.
 
-    What was read from the folder is valid as long as the value is the same. `within` returns the folder, or
-    raises `InputError`.
+    Data that was read from the folder is valid as long as the value is the same. `within` returns the folder,
+    or raises `InputError`.
     """
     found, changed = None, 0
     with suppress(OSError, InputError):
@@ -70,7 +70,7 @@ def processor() -> str:
 def machine_key() -> str:
     """Return a digest of the host name, the processor, and the number of cores that this process may use.
 
-    A calibration applies only where this key is the same: machines may share a cache folder.
+    A calibration applies only to the machine with its key. Several machines may share a cache folder.
     """
     parts = platform.node(), processor(), len(os.sched_getaffinity(0))
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:12]
@@ -90,7 +90,7 @@ def device_id(number: int) -> str:
 
 
 def path_of(calibration: Calibration) -> Path:
-    """Return the path of a calibration. A new one of the same machine, backend and device replaces it."""
+    """Return the path of a calibration. Each machine, backend and device has one path."""
     return folder() / file_name(calibration.machine, calibration.backend, calibration.device)
 
 
@@ -101,8 +101,8 @@ def file_name(machine: str, backend: str, device: str) -> str:
 def save(calibration: Calibration) -> Path:
     """Save a calibration, and return its path.
 
-    It replaces the previous calibration of the device, but keeps the rates of file systems that were not
-    measured again. Raises `InputError` if the file cannot be written.
+    The new file replaces the previous calibration of the device, but keeps its rates of file systems that
+    were not measured again. Raises `InputError` if the file cannot be written.
     """
     path = path_of(calibration)
     old = None

@@ -1,7 +1,7 @@
 """What is installed: the version of this package, those of other packages, and the compiled host code.
 
-The version is a constant, so that it is known even where the package is not installed. The host code are C
-functions for work that Python does more slowly, because of the GIL. `scripts/build_host.py` compiles
+The version is a constant, so that it is known even where the package is not installed. The host code consists
+of C functions for work that Python does more slowly, because of the GIL. `scripts/build_host.py` compiles
 `kernels/host` to `LIBRARY` when the package is built or installed. Without a library, callers do the same
 work in Python. The build imports this module, so it needs no other package.
 """
@@ -24,8 +24,8 @@ LIBRARY = PACKAGE / "_host.so"
 def installed_versions(*packages: str) -> dict[str, str]:
     """Return the versions of those packages that are installed, by the names given.
 
-    They are read from the names of the folders NAME-VERSION.dist-info. `importlib.metadata` takes ten times
-    as long, because it parses a file per package.
+    The versions are read from the names of the folders NAME-VERSION.dist-info. `importlib.metadata` takes ten
+    times as long, because it parses a file per package.
     """
     wanted = {_normal(package): package for package in packages}
     found: dict[str, str] = {}
@@ -39,7 +39,7 @@ def installed_versions(*packages: str) -> dict[str, str]:
 def any_entry_point(group: str) -> bool:
     """Return whether any installed package has entry points of a group; sometimes True if none has.
 
-    Where the answer is no, it saves the import of `importlib.metadata`.
+    If the answer is no, the caller need not import `importlib.metadata`.
     """
     for folder, entry in _installed():
         with suppress(OSError), open(os.path.join(folder, entry, "entry_points.txt"), "rb") as file:

@@ -1,4 +1,4 @@
-"""Runs the compiled threads that copy blocks between the host and a device (`kernels/host/host.h`)."""
+"""Run the compiled threads that copy blocks between the host and a device (`kernels/host/host.h`)."""
 
 import ctypes
 import os
@@ -23,7 +23,8 @@ DRIVER = (
     "cuStreamQuery",
     "cuEventRecord",
 )
-# The pieces of a block, one per row: first row, number of rows, first byte of a row, and bytes of each row.
+# An array with one row per piece of a block: the first row of the piece in the block, its number of rows, its
+# first byte in each of these rows, and its bytes per row.
 Pieces = NDArray[np.uintp]
 
 
@@ -40,7 +41,7 @@ class _Stored(ctypes.Structure):
 
 
 class Block(ctypes.Structure):
-    """struct ooc_block: a block that is copied. Its owner keeps it until it is finished.
+    """struct ooc_block: a block that is copied. The caller keeps the block until it is finished.
 
     Attributes:
         error: a status of the driver if positive, an errno if negative, 0 if nothing has failed.
@@ -55,7 +56,7 @@ class Block(ctypes.Structure):
     )
     error: int
     issued_at: int
-    owned: tuple[object, ...]  # what its addresses point to
+    owned: tuple[object, ...]  # the objects to which the addresses in this block point
 
 
 def available() -> bool:
@@ -79,7 +80,7 @@ def row_pieces(rows: int, row: int, size: int) -> Pieces:
 
 
 def memory_block(array: NDArray[Any], pieces: Pieces, device: int, *, uploads: bool) -> Block:
-    """Return the block that is an array with contiguous rows. `device` is its address on the device."""
+    """Return the block for an array with contiguous rows. `device` is its address on the device."""
     place = _MemoryBlock(array.ctypes.data, array.strides[0] if len(array) > 1 else 0)
     found = Block(
         move=_library().from_memory if uploads else _library().to_memory,
@@ -96,7 +97,8 @@ def memory_block(array: NDArray[Any], pieces: Pieces, device: int, *, uploads: b
 def stored_block(chunks: int, corner: tuple[int, int], pieces: Pieces, device: int, row_bytes: int) -> Block:
     """Return a block of a matrix in files. The caller keeps the struct ooc_chunks at the address `chunks`.
 
-    `corner` is the first row of the block and its first byte in each row. `row_bytes` are those of the block.
+    `corner` is the first row of the block, and the first byte of the block in each row. `row_bytes` is the
+    number of bytes of a row of the block.
     """
     place = _Stored(chunks, *corner)
     found = Block(
@@ -123,13 +125,15 @@ class Pool:
         *,
         uploads: bool,
     ) -> None:
-        """Start the threads. Raises `ExecutionError` if the system cannot.
+        """Start the threads. Raises `ExecutionError` if the system cannot start them.
 
-        - `driver`: addresses of the functions in `DRIVER`. `context` is what each thread passes to the first.
-        - `memory`: address of the pinned memory of the first thread, bytes from there to that of the next
-          one, bytes of each, and address of 64 pinned bytes for each buffer of all threads.
-        - `shape`: number of threads, and the maximum number of pieces that each copies at a time. A piece has
-          at most half of the bytes of a thread.
+        - `driver`: addresses of the functions in `DRIVER`.
+        - `context`: the CUDA context, which each thread passes to the first of these functions.
+        - `memory`: the address of the first thread's pinned memory, the distance in bytes to the next
+          thread's memory, the bytes of each thread's memory, and the address of 64 more pinned bytes for each
+          buffer of each thread.
+        - `shape`: the number of threads, and the maximum number of pieces that a thread copies at a time. A
+          piece has at most half of the bytes of a thread's memory.
         - `uploads`: whether the blocks are copied to the device.
         """
         functions = (_AT * len(DRIVER))(*driver)
@@ -142,13 +146,13 @@ class Pool:
     def begin(self, block: Block, stream: int, end: int) -> None:
         """Begin to copy a block on a stream. Record the event `end` when its last copy has been issued.
 
-        The caller keeps `block` until it is finished.
+        The caller keeps `block` until all its copies have finished.
         """
         block.stream, block.end = stream, end
         self._library.begin(self._pool, ctypes.byref(block))
 
     def wait_issued(self, block: Block) -> None:
-        # The first call keeps the GIL. To get it back may take longer than to wait.
+        # The first call keeps the GIL. To get the GIL back may take longer than the wait.
         if not self._library.is_issued(self._pool, ctypes.byref(block), 0):
             self._library.wait_issued(self._pool, ctypes.byref(block), 1)
 
@@ -162,7 +166,8 @@ class Pool:
     def take(self, lane: int) -> None:
         """Take the buffers of a thread, which copies nothing until the calling thread has given them back.
 
-        No copy from or to the buffers may be in flight then, nor is one now.
+        When this call returns, no copy from or to the buffers is in flight. None may be in flight when the
+        calling thread gives them back.
         """
         self._library.take(self._pool, lane)
 

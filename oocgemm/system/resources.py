@@ -76,7 +76,7 @@ def available_memory(max_age: float = 0.0) -> int:
 
 
 def available_for(size: int) -> int:
-    """Return the bytes of host memory that can be allocated now; a recent answer if `size` is far below."""
+    """Return `available_memory`. A recent answer may be returned if it is at least twice `size`."""
     recent = available_memory(RECENT)
     return recent if 2 * size <= recent else available_memory()
 
@@ -100,7 +100,7 @@ def memory_limit() -> int:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file of /proc or of a cgroup. It takes a third of the time of `Path.read_text`."""
+    """Return the text of a file of /proc or a cgroup. This takes a third of the time of `Path.read_text`."""
     file = os.open(path, os.O_RDONLY)
     try:
         parts = list(iter(lambda: os.read(file, 1 << 16), b""))
@@ -183,7 +183,7 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> "CpuTimes | None":
-        """Read the counters now; None without /proc/stat. `busy` advances in ticks, 10 ms on Linux."""
+        """Return the counters now; None without /proc/stat. On Linux, `busy` advances in ticks of 10 ms."""
         cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         busy = 0.0
         try:
@@ -199,8 +199,8 @@ class CpuTimes:
 def used_since(start: CpuTimes | None) -> dict[str, float] | None:
     """Return the processor time used since `start`, as a dict of numbers; None if it cannot be measured.
 
-    "cores" is the number of cores that this process may use, "own_seconds" its time, and "busy_seconds" that
-    of all programs together on these cores.
+    "cores" is the number of cores that this process may use, "own_seconds" the time of this process, and
+    "busy_seconds" the time of all programs together on these cores.
     """
     if start is None or (end := CpuTimes.now()) is None:
         return None

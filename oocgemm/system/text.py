@@ -1,22 +1,23 @@
-"""Remove from texts what a terminal would not print but obey.
+"""Remove from texts the control characters that a terminal would obey.
 
 Names, paths, messages and logs come from other users, and from files of others. A terminal takes control
-characters in them as commands: it moves the cursor, changes what was printed before, or sets its title. So
-they are removed where such a text is shown. So are line breaks: a second line could be taken for one of this
-program.
+characters in texts as commands: it moves the cursor, changes the lines printed before, or sets its title. So
+control characters are removed when a text is shown. Line breaks are removed, too: a user could take a second
+line for a line of this program.
 """
 
 import re
 
 # Line breaks and tabs become spaces.
 _BREAKS = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029")
-# C0, DEL and C1; C1 as bytes that Python could not decode; what reverses or hides the text that follows.
+# C0, DEL and C1; C1 as bytes that Python could not decode; characters that reverse or hide the text that
+# follows.
 _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\udc80-\udc9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]"
 )
 
 
-# What texts of several lines keep.
+# The control characters that texts of several lines keep.
 LINES = "\n\t"
 
 

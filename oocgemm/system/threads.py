@@ -1,7 +1,7 @@
 """Start and keep threads, run work that signals cannot interrupt, and shorten the GIL's switch interval.
 
-`wake` creates the context of a CUDA device in a thread, while the main thread imports modules. Processes are
-told apart here too, since this module imports no NumPy, which starts threads.
+`wake` creates the context of a CUDA device in a thread, while the main thread imports modules. This module
+also identifies processes (`process_start`), since it does not import NumPy, which starts threads.
 """
 
 import ctypes
@@ -26,14 +26,14 @@ T = TypeVar("T")
 # During a run, a thread releases the GIL to a waiting thread after at most this many seconds. With Python's
 # default of 5 ms, the GPU could become idle while the thread that submits GPU work waits.
 SWITCH_INTERVAL = 0.2e-3
-# While a thread waits for a run, it looks for signals at least once in this many seconds. A signal that
-# arrives just before the thread blocks does not wake it.
+# While a thread waits for a run, it polls for signals at least once in this many seconds. A signal that
+# arrives just before the thread blocks does not wake the thread.
 SIGNAL_INTERVAL = 0.25
 # Maximum number of idle threads that are kept for later runs, and the name of such a thread.
 MAX_IDLE = 2
 IDLE = "oocgemm-idle"
-# Return and set the handler of a signal, as functions of `signal` do. Those turn numbers into enums, which
-# takes 0.1 ms for all signals.
+# The functions that return and set the handler of a signal. Those of the module `signal` also turn numbers
+# into enums, which takes 0.1 ms for all signals.
 _handler: Callable[[int], Any] = import_module("_signal").getsignal
 _set_handler: Callable[[int, Any], Any] = import_module("_signal").signal
 _SIGNALS = range(1, signal.NSIG)
@@ -96,7 +96,7 @@ class Cancel:
 
 
 class _End:
-    """Lets a thread wait until another thread has ended some work.
+    """An event: a thread waits until another thread has ended some work.
 
     `threading.Event` and `threading.Semaphore` are written in Python. If a signal handler raises an exception
     in one of their methods, their lock may stay locked. Here, nothing stays locked.
@@ -126,7 +126,7 @@ def _took(tokens: "SimpleQueue[None]") -> bool:
 
 
 class _Runners:
-    """Threads that each do one piece of work at a time, and are kept for the next one.
+    """Threads that each do one piece of work at a time, and are kept for further work.
 
     Starting a thread can take longer than a small product. At most `MAX_IDLE` idle threads are kept. They are
     daemon threads: an idle one does not keep the interpreter from exiting.
@@ -245,7 +245,10 @@ def shielded_here(work: Callable[[Cancel], T]) -> T:
 
 
 def _insist(act: Callable[[], object]) -> None:
-    """Call `act`, which raises nothing, again whenever a signal handler interrupts it by an exception."""
+    """Call `act`. Repeat the call whenever a signal handler interrupts it by an exception.
+
+    `act` itself must raise nothing.
+    """
     while True:
         try:
             act()
@@ -268,9 +271,9 @@ class _SwitchInterval:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within the context, make each thread release the GIL to a waiting one after `SWITCH_INTERVAL`.
+        """Within the context, make threads release the GIL to a waiting thread after `SWITCH_INTERVAL`.
 
-        The last of several contexts restores the previous interval, unless other code has changed it.
+        The last of several contexts restores the previous interval, unless other code has set another one.
         """
         with self._lock:
             if not self._users:
@@ -291,7 +294,7 @@ short_switch_interval = _SwitchInterval().shortened
 
 
 def wake(device: int) -> bool:
-    """Start to create the primary context of a device, which takes 0.2 s; False if that was done before.
+    """Start to create the primary context of a device, which takes 0.2 s. Return False if it was done before.
 
     Errors are ignored here. Opening the backend fails in the same way later, and raises them.
     """
@@ -314,7 +317,7 @@ def _create(device: int) -> None:
 
 @cache
 def running_system() -> tuple[str, str]:
-    """Return ids of the running system, and of the process ids that this process sees; "" if unknown."""
+    """Return the id of this boot of the system, and that of the PID namespace; "" if an id is unknown."""
     boot = names = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -323,10 +326,10 @@ def running_system() -> tuple[str, str]:
 
 
 def process_start(pid: int, *, ended: bool = False) -> int | None:
-    """Return when a process started, in clock ticks since the system did; None if there is no such process.
+    """Return the start time of a process, in clock ticks since the boot; None if there is no such process.
 
-    Together with `running_system` and the id, it identifies a process: ids are used again. A process that has
-    ended, but whose parent has not waited for it, counts only with `ended`.
+    The start time, `running_system` and the process id together identify a process: process ids are reused. A
+    process that has ended, but whose parent has not waited for it, counts only if `ended`.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
