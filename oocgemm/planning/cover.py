@@ -21,11 +21,11 @@ class Cover:
     Attributes:
         name: the cover's name in records, such as journals.
         square: whether tiles and chunks must be square. B is A^H then, and the cover orders the tiles.
-        halves: whether of two elements (i, j) and (j, i) only one is computed, for both places.
+        halves: whether only one of the elements (i, j) and (j, i) is computed, for both places.
         upper: whether only the upper triangle is computed.
         mirrored: whether each element outside of the diagonal is also stored on the other side of it.
         stored_triangle: the triangle of C that is stored, "lower" or "upper", with the diagonal; "" if all of
-            C is. The other one stays as it is: 0 in a new array.
+            C is stored. The other triangle stays as it is: 0 in a new array.
     """
 
     name: ClassVar[str] = ""
@@ -44,7 +44,7 @@ class Cover:
 
     @property
     def stored_triangle(self) -> str:
-        """The triangle that is stored; "" if all of C is."""
+        """The triangle that is stored; "" if all of C is stored."""
         return ""
 
     def elements(self, m: int, n: int) -> int:
@@ -52,7 +52,7 @@ class Cover:
         return m * n
 
     def extent(self, n: int) -> int:
-        """Return the extent of a square of C, of n rows and columns, that has few elements to leave out."""
+        """Return the maximum number of elements that are needed of a row, if C is n x n."""
         return n
 
     def count(self, down: int, across: int, side: int) -> int:
@@ -88,7 +88,7 @@ class Cover:
         return start <= col < stop
 
     def period(self, band: int, side: int) -> int:
-        """Return after how many tiles `order` goes on as before, in the inner part of a row of tiles."""
+        """Return after how many tiles the pattern of `order` repeats, in the inner part of a row of tiles."""
         return 2 * band
 
     def is_staircase(self, i: int, j: int) -> bool:
@@ -96,7 +96,7 @@ class Cover:
         return False
 
     def span(self, rows: _Range, cols: _Range) -> _Range:
-        """Return the columns that are computed of a strip of a staircase."""
+        """Return the columns of a strip of a staircase that are computed."""
         return cols
 
     def mirrored_columns(self, rows: _Range, cols: _Range) -> _Range:
@@ -129,7 +129,7 @@ class Triangle(Cover):
 
     @property
     def stored_triangle(self) -> str:
-        """The triangle that is stored; "" if all of C is."""
+        """The triangle that is stored; "" if all of C is stored."""
         return "" if self.mirrored else "upper" if self.upper else "lower"
 
     def elements(self, m: int, n: int) -> int:
@@ -148,7 +148,7 @@ class Triangle(Cover):
         """List the tiles of a triangle of `lines` tile rows, in bands of `band` rows.
 
         A band visits its columns from the diagonal to the left, and at last the tiles on its own diagonal. So
-        it starts with a column whose panels the band before it has used, and successive tiles have a line in
+        a band starts with a column whose panels the band before has used, and successive tiles have a line in
         common. An upper triangle is visited as its transpose would be.
 
         >>> Triangle().order(3, 1, 8)
@@ -194,9 +194,9 @@ class Triangle(Cover):
 class Band(Cover):
     """The elements (i, j) with ``|i - j| <= width`` are computed, on both sides of the diagonal.
 
-    Tiles with such an element are computed as a whole: an epilogue makes the others 0 (the step "within" of
-    `oocgemm.planning.sinks`). A tile row has all elements of its rows, so rows can be reduced by
-    themselves::
+    Tiles with such an element are computed as a whole: an epilogue makes their other elements 0 (the step
+    "within" of `oocgemm.planning.sinks`). A tile row has all elements of its rows, so that each row can be
+    reduced by itself::
 
         width = 2, side = 2:    # # # # . .
                                 # # # # . .
@@ -221,11 +221,11 @@ class Band(Cover):
         return m * (2 * width + 1) - width * (width + 1)
 
     def extent(self, n: int) -> int:
-        """Return the number of elements of a row in the band."""
+        """Return the maximum number of elements of a row in the band."""
         return min(n, 2 * self.width + 1)
 
     def _reach(self, side: int) -> int:
-        """Return how many tiles left and right of the one on the diagonal have elements of the band."""
+        """Return how many tiles on each side of the tile on the diagonal have elements of the band."""
         return -(-self.width // side)
 
     def count(self, down: int, across: int, side: int) -> int:
@@ -249,8 +249,8 @@ class Band(Cover):
 # All of C.
 WHOLE = Cover()
 _NAMED = {cover.name: cover for cover in (WHOLE, Triangle(), Triangle(True), Triangle(mirrored=True))}
-# Values of `uplo`: the triangle of a Gram matrix that is computed. With "full", it is the lower one, and the
-# other one is mirrored.
+# Values of `uplo`: the triangle of a Gram matrix that is computed. With "full", the lower triangle is
+# computed, and mirrored into the upper one.
 GRAMS = ("lower", "upper", "full")
 
 

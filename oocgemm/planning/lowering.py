@@ -44,7 +44,7 @@ class Lowered:
     - `changes_b`: whether a Multiply changes its panel of op(B) in its slot.
     - `device_sums`: whether the device computes checksums.
     - `per_row`: how many elements are kept for each row of C (`Sink.per_row`).
-    - `one_in`: of how many elements of C one is stored (`Sink.one_in`).
+    - `one_in`: one of this many elements of C is stored (`Sink.one_in`).
     - `flops`: returns the floating-point operations of an m x n x k step, given m * n * k.
     """
 

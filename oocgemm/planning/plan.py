@@ -49,8 +49,8 @@ class Faster:
     seconds: float
 
 
-# `Plan.loads` simulates the caches to count the panels that are loaded. After this many placements of a panel
-# in a slot, about 4 seconds, it gives up and estimates instead.
+# `Plan.loads` simulates the caches to count the panels that are loaded. If that would take more placements of
+# a panel in a slot than this, which take about 4 seconds, it estimates the panels instead.
 MAX_COUNTED = 400_000
 
 
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether workers compute whole rows of tiles: of a triangle, or if tiles of a row are merged."""
+        """Whether workers compute whole rows of tiles: the cover is square, or tiles of a row are merged."""
         return self.problem.cover.square or self.problem.sink.merge != DISJOINT
 
     @cached_property
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds. In a round, each device computes one tile; in the last one, perhaps only some."""
+        """Number of rounds. In a round, each device computes one tile; in the last round, perhaps none."""
         schedule = self.schedule() if self.problem.keeps_rows else None
         if isinstance(schedule, SharedSchedule):
             return schedule.rounds
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def share(self) -> float:
-        """The largest part of the elements of C that a device computes."""
+        """The largest part of the elements of C that any one device computes."""
         schedule = self.schedule()
         largest = schedule.largest if isinstance(schedule, SharedSchedule) else schedule.elements
         return largest / max(1, TileSet.of(self.grid).coverage.elements)
@@ -164,9 +164,9 @@ class Plan:
     def loads(self) -> Loads:
         """Bytes of the panels of A and B that the run loads. A panel counts each time that it is loaded.
 
-        They are counted exactly, unless that takes more than `MAX_COUNTED` placements of panels in slots.
-        Then formulas estimate them, which take all panels as full ones: A and B together differ by up to a
-        fifth from the counts, and one operand by a factor of up to 7.
+        The bytes are counted exactly, unless that takes more than `MAX_COUNTED` placements of panels in
+        slots. Then formulas estimate the bytes as if all panels were full. The sum for A and B differs by up
+        to a fifth from the exact sum, and the bytes of one operand by a factor of up to 7.
         """
         schedule = self.schedule()
         counted = schedule.loads_within(MAX_COUNTED)
@@ -208,7 +208,7 @@ class Plan:
     def least(self) -> dict[str, int]:
         """Lower bound on the bytes over each link for any schedule within the budgets.
 
-        That on "h2d" follows from the device budget, that on "read" from the sum of both budgets.
+        The bound for "h2d" follows from the device budget, and that for "read" from the sum of both budgets.
         """
         on_devices = self.devices * self.budgets.device
         once, memory = self.required, on_devices + self.budgets.host
@@ -224,7 +224,7 @@ class Plan:
     def prediction(self) -> Prediction:
         """Predicted seconds of the run, by the virtual clock.
 
-        A resumed run takes the same fraction of the seconds of the whole run as it computes of C.
+        A resumed run that computes a fraction of C takes the same fraction of the seconds of the whole run.
         """
         if self.devices > 1 and self.problem.cover.square:
             return predict_triangle(self.setting, self.candidate, self.share)
@@ -482,7 +482,7 @@ def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
 
 
 def recorded_layouts(data: Mapping[str, Any]) -> Layouts:
-    """Rebuild layouts from the output of `Layouts.to_dict`. Raises `KeyError` or `TypeError` if not."""
+    """Rebuild layouts from `Layouts.to_dict`. Raises `KeyError` or `TypeError` for other data."""
     given = ({key: value for key, value in data[name].items() if key != "kind"} for name in "abc")
     layouts = (_built(KINDS[data[name]["kind"]], of) for name, of in zip("abc", given, strict=True))
     return Layouts(*layouts, codings=_built(Codings, data["codings"]))

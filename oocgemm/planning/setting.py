@@ -29,7 +29,7 @@ CHUNK_BYTES = NEW_CHUNK_BYTES
 GRAM_STRIPS, MIN_GRAM_CHUNK = 16, 256
 
 
-# Seconds to enqueue an operation, if one thread only enqueues them, and if A, B and C have at most
+# Seconds to enqueue an operation, if one thread only enqueues operations, and if A, B and C have at most
 # ENQUEUED_BYTES bytes. Larger products were slower with the smaller tiles that so short a time suggests.
 ENQUEUE, ENQUEUED_BYTES = 60e-6, 512 << 20
 
@@ -94,7 +94,7 @@ class Setting:
         """Choose the route of A or B.
 
         Arrays in host memory or in the page cache need no host slots. But the host computes checksums in host
-        slots, and so it does digests of what it reads from files.
+        slots. There it also computes digests of blocks that it reads from files.
         """
         unified, checked = self.machine.unified, self.problem.checked
         if layout.in_place and unified:
@@ -126,7 +126,7 @@ class Setting:
 
     @property
     def restores_outside(self) -> bool:
-        """Whether a GPU overwrites these elements: they are saved before the run, and restored after it."""
+        """Whether a GPU overwrites elements outside of the triangle, which the run saves and restores."""
         return self._has_outside and self.routes["C"].streams
 
     @property
@@ -146,7 +146,7 @@ class Setting:
 
     @property
     def enqueued(self) -> "Setting":
-        """The setting with the times of operations that one thread only enqueues, if it does (`enqueues`)."""
+        """This setting. If `enqueues`, it has the times of operations that one thread only enqueues."""
         if not self.enqueues:
             return self
         problem, sizes, machine = self.problem, self.problem.itemsizes, self.machine.enqueued()
@@ -192,8 +192,8 @@ class Setting:
 def _dividing_extent(target: int, nominal: int, extent: int) -> int:
     """Choose a chunk extent that divides the tile extent `nominal`, or a tile that spans the `extent` of C.
 
-    It is near `target`, and at most sqrt(2) times `target`. If no divisor of `extent` is near, the last chunk
-    of a tile that spans it is shorter.
+    The result is near `target`, and at most sqrt(2) times `target`. If no divisor of `extent` is near, the
+    last chunk of a tile that spans C is shorter.
     """
     whole = min(nominal, extent)
     divisors = [d for q in range(1, isqrt(whole) + 1) if whole % q == 0 for d in (q, whole // q)]

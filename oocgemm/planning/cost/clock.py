@@ -9,8 +9,8 @@ Which panels are cached follows from their reuse distance: the number of panels 
 between two uses of a panel. The panel is still in its slot if this number is below the number of slots. In a
 traversal that turns at the end of each row of tiles, Belady's policy evicts the same panels.
 
-The tiles of a square cover, such as a triangle, are run one by one in its order (`cached_of_lines` says which
-panels are cached), but for those of a row that are all alike.
+The tiles of a square cover, such as a triangle, are run one by one in the order of the cover. Tiles that
+repeat those before them are skipped. `cached_of_lines` says which panels are cached.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,9 +33,10 @@ from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
 # Fewer steps than this are run one by one.
 MIN_COLLAPSED = 24
-# If times do not grow at constant rates after this many repetitions, the rest takes as long as the last ones.
+# If times do not grow at constant rates after this many repetitions, the clock assumes that each of the
+# others takes as long as the last ones.
 MAX_REPETITIONS = 64
-# Of longer lists of tiles of a square cover, as many from the middle are run.
+# Maximum number of tiles of a square cover that are run. They are taken from the middle of a longer list.
 MAX_LISTED = 3000
 
 # How the panels of A and of B of a step are loaded: None for a panel that is in a device slot.
@@ -50,9 +51,9 @@ class Prediction:
 
     `lanes` has the seconds for which each lane is busy; lanes overlap. `start_up` is the time before the
     first multiplication, `bubbles` the waits between multiplications, and `tail` the time after the last
-    multiplication. The last stream ends at the time `streams`. It is less than `total` if what several
-    streams use is busy for longer, such as the host's memory while pageable arrays are copied. `ran` is
-    roughly the number of operations that the clock ran, if it did.
+    multiplication. `streams` is the time at which the last stream ends. It is less than `total` if a resource
+    that several streams share is busy for longer, such as the host's memory while pageable arrays are copied.
+    `ran` is roughly the number of operations that the clock ran.
     """
 
     lanes: Mapping[str, float]
@@ -133,9 +134,9 @@ class TileKind(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Equal steps that multiply the whole tile: how many, and the seconds of a Multiply and of a Prepare.
+    """Equal steps, each of which multiplies the whole tile: how many, and how their panels are loaded.
 
-    Each step has this number of `calls` of Multiply, which take these seconds together.
+    A step takes `prepare` seconds for its Prepare, and `multiply` seconds for all of its `calls` of Multiply.
     """
 
     steps: int
@@ -174,7 +175,7 @@ class TileKinds:
         self._seconds: dict[tuple[int, int, bool, int], list[float]] = {}
 
     def __getitem__(self, kind: TileKind) -> TileSteps:
-        """Return the steps of the tiles of a kind."""
+        """Return the steps of the tiles whose kind is `kind`."""
         if kind not in self._known:
             self._known[kind] = self._of(kind)
         return self._known[kind]
@@ -237,7 +238,7 @@ class TileKinds:
         return self._strips[key]
 
     def _widths(self, rows: Range, n: int) -> tuple[int, int]:
-        """Return the widths that are computed and that are mirrored of a strip of a staircase."""
+        """Return how many columns of a strip of a staircase are computed, and how many are mirrored."""
         return length(self._cover.span(rows, (0, n))), length(self._cover.mirrored_columns(rows, (0, n)))
 
     def _strip_of(self, height: int, n: int, mirrored: int) -> Strip:
@@ -254,7 +255,7 @@ class TileKinds:
         return Strip(download, write, staged, prices.finish(height, n), *old)
 
     def _whole(self, rows: int, n: int, staircase: bool, depth: int) -> float:
-        """Return the seconds of a step that multiplies the whole tile; a staircase strip by strip."""
+        """Return the seconds of a step that multiplies the whole tile. A staircase runs strip by strip."""
         if not staircase:
             return self._prices.multiply(rows, rows, n, depth)
         return sum(self._by_strips(rows, n, staircase, depth))
@@ -274,7 +275,7 @@ class TileKinds:
 
 
 def _segments(grid: TileGrid, *, forwards: bool) -> list[tuple[int, int]]:
-    """List (number of steps, depth) of a tile in the order in which its steps run."""
+    """List (number of steps, depth) for the steps of a tile, in the order in which they run."""
     steps, k = grid.steps, grid.tile.k
     edge = length(grid.depth(steps - 1))
     if edge == k or steps == 1:
@@ -305,11 +306,11 @@ class _Clock:
         self.grid, self.traversal, self.slots = grid, candidate.traversal, candidate.slots
         self.streams = Streams(prices, candidate.slots)
         self._last = end
-        self._widths = [0] * self.slots.c  # of the latest tile in each accumulator, next accumulator first
+        self._widths = [0] * self.slots.c  # widths of the latest tiles in the accumulators, next one first
         self._kinds = TileKinds(prices, candidate.slots, grid)
 
     def prediction(self) -> Prediction:
-        """Return the times of the tiles that have run."""
+        """Return the prediction for the tiles that have run."""
         s, layouts = self.streams, self.setting.layouts
         lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.base + s.issued}
         if layouts.c.writing.encodes:
@@ -325,7 +326,7 @@ class _Clock:
         return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total, streams, s.ran)
 
     def run_listed(self, tiles: Sequence[Tile]) -> None:
-        """Run tiles of a square cover, one by one or, if rows of them are alike, as many as differ."""
+        """Run tiles of a square cover one by one. Skip those that repeat the tiles of the period before."""
         slots, steps = self.slots, self.grid.steps
         found = [cached_of_lines(tiles, steps, x) for x in (slots.a, 0 if slots.unified else slots.host_a)]
         given = [
@@ -364,7 +365,7 @@ class _Clock:
             self._repeat(start, stop, column)
 
     def _column(self, c: int, col: int, top: int, height: int, *, again: bool) -> None:
-        """Run column `col`, number `c` of a band. `again` tells that an earlier band has used its panels."""
+        """Run column `col`, number `c` of a band. `again` tells that an earlier band used the same panels."""
         slots, steps, axis = self.slots, self.grid.steps, self.traversal.axis
         on_device, on_host = [slots.a, slots.b], [slots.host_a, slots.host_b]
         if not self.traversal.turns and c * steps < on_device[1 - axis] < self.grid.shape[1 - axis] * steps:
@@ -374,8 +375,8 @@ class _Clock:
 
         def tile(r: int) -> None:
             row = top + (r if c % 2 == 0 else height - 1 - r)
-            # For A and B (exchanged for axis 1): whether a tile has used the panels before, and the panels
-            # used in between.
+            # For A and B (exchanged for axis 1): whether an earlier tile has used the panels, and how many
+            # panels have been used since then.
             uses = (c > 0, r * steps), (r > 0 or again, 0 if r else c * steps)
             (used_a, between_a), (used_b, between_b) = uses if axis == 0 else uses[::-1]
             found_a = (cached(on_a, between_a, steps), cached(host_a, between_a, steps)) if used_a else (0, 0)
@@ -387,9 +388,9 @@ class _Clock:
             self._repeat(start, stop, tile)
 
     def _repeat(self, start: int, stop: int, body: Callable[[int], None], period: int = 2) -> None:
-        """Call `body` with the numbers from `start` to `stop`, and skip calls that repeat others.
+        """Call `body` with each number from `start` up to `stop`. Extrapolate calls that repeat earlier ones.
 
-        By default, two calls count as one repetition, because directions and accumulators alternate.
+        A repetition has `period` calls: by default two, because directions and accumulators alternate.
         """
 
         def once(number: int) -> None:
@@ -402,8 +403,8 @@ class _Clock:
             body(number)
 
     def _skip_repeated(self, count: int, body: Callable[[int], None]) -> None:
-        """Call `body` with the numbers up to `count`, and skip calls that only repeat those before them."""
-        done = ran = 0  # `ran` counts those since calls were last skipped
+        """Call `body` with each number below `count`. Extrapolate calls that repeat earlier ones."""
+        done = ran = 0  # `ran` counts the calls since calls were last skipped
         size = 1  # this many repetitions are compared with the next ones
         while count - done > 2 * size:
             states = [self.streams.state()]
@@ -426,7 +427,7 @@ class _Clock:
     # The steps of a tile.
 
     def _tile(self, tile: Tile, found_a: tuple[int, int], found_b: tuple[int, int]) -> None:
-        """Run a tile. Numbers of cached panels of A and B, on the device and on the host, are given."""
+        """Run a tile. `found_a` and `found_b` count cached panels of A and B, on the device and the host."""
         s, kind = self.streams, self._kind(tile, found_a, found_b)
         s.ran += 8
         rows, n = kind.rows, kind.cols
@@ -475,7 +476,7 @@ class _Clock:
 
 
 def _free_strips(free: Sequence[float], old_width: int, width: int, count: int) -> list[float]:
-    """Return when the strips of a tile may overwrite those of the tile before, which are free at `free`.
+    """Return when each strip of a tile may overwrite the tile before, whose strips have drained at `free`.
 
     Two tiles of different widths have their strips at different offsets in the accumulator.
 
@@ -513,7 +514,7 @@ def _repeatable(states: Sequence[ClockState], size: int, most: int) -> int:
     overtaken delays nothing that grows faster than itself.
 
     Args:
-        states: before, between and after the last two groups.
+        states: the states before, between and after the last two groups.
         size: number of repetitions in a group.
         most: number of groups that are left.
     """

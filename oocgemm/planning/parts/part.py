@@ -43,8 +43,9 @@ class Part:
 def divide(grid: TileGrid, down: int, across: int, k_slices: int = 1) -> tuple[Part, ...]:
     """Divide the tiles of a plan into `down` x `across` rectangles of nearly equal sizes, per slice of k.
 
-    There are fewer if the grid has fewer rows or columns of tiles, or fewer steps. Of a triangle, the parts
-    are `bands`.
+    There are fewer parts if the grid has fewer than `down` rows or `across` columns of tiles, or if a tile
+    has fewer than `k_slices` steps. If the cover is square, such as a triangle, the parts are those of
+    `bands`.
     """
     if grid.cover.square:
         return bands(grid, down * across)
@@ -56,7 +57,7 @@ def divide(grid: TileGrid, down: int, across: int, k_slices: int = 1) -> tuple[P
 def bands(grid: TileGrid, count: int) -> tuple[Part, ...]:
     """Divide the rows of tiles of a plan into `count` parts, with as equal numbers of elements as possible.
 
-    There are fewer if there are fewer rows.
+    There are fewer parts if there are fewer rows of tiles.
     """
     down, across = grid.shape
     rows = [TileSet.of(grid).part((i, i + 1), (0, across)).coverage.elements for i in range(down)]
@@ -74,7 +75,7 @@ def bands(grid: TileGrid, count: int) -> tuple[Part, ...]:
 
 
 def step_ranges(grid: TileGrid, k_slices: int) -> tuple[Range, ...]:
-    """Divide the steps of a tile into `k_slices` nearly equal ranges, fewer if there are fewer steps.
+    """Divide the steps of a tile into `k_slices` nearly equal ranges; fewer ranges if there are fewer steps.
 
     Slice q of k has the steps of range q. So all its panels but the last one are tile.k deep.
     """

@@ -45,13 +45,14 @@ CLOSE = 0.01
 UNSURE = 1.1
 # Seconds that a k-split must save: it begins a second phase when all parts are done.
 MIN_GAIN = 1.0
-# A worker gets FINER parts if each of them takes at least this many seconds, since to start one takes 1 to
+# A worker gets FINER parts if each of them takes at least this many seconds, since starting a part takes 1 to
 # 2 s. Then a worker that is slower than predicted delays the others less, and less is lost if it dies.
 MIN_PART_SECONDS, FINER = 60.0, 4
-# Where each worker has whole rows of tiles, no part should be larger than an equal share by more than this
-# factor. So there are up to this many rows per worker.
+# If each worker has whole rows of tiles, no part should be larger than an equal share by more than the
+# fraction UNEVEN. So there are up to ROWS_PER_WORKER rows of tiles per worker.
 UNEVEN, ROWS_PER_WORKER = 0.15, 4
-# Of rectangles of tiles and of smaller tiles, the PAIRS with which workers read least are tried.
+# Number of pairs (p_m, p_n) that are tried with the same tiles and slices: those with which workers read
+# least.
 PAIRS = 2
 # The choice is made among at most MAX_WORKERS workers. Of numbers above EVERY, those with a prime factor
 # above MAX_FACTOR are left out: C cannot be divided into nearly square parts.
@@ -156,9 +157,9 @@ class DividedPlan:
 
 
 def divisions(plan: Plan, parts: int, *, keep_tile: bool = False, whole_k: bool = False) -> list[DividedPlan]:
-    """Return the ways to divide a plan among a number of parts, none if it cannot be divided that often.
+    """Return the ways to divide a plan into a number of parts; an empty list if there is none.
 
-    They are its tiles, smaller tiles unless `keep_tile`, and slices of k unless `whole_k`.
+    A way has the tiles of the plan, or smaller tiles unless `keep_tile`, or slices of k unless `whole_k`.
     """
     if 0 in (plan.problem.m, plan.problem.n):
         return []
@@ -189,7 +190,7 @@ def _pairs(plan: Plan, parts: int) -> list[tuple[int, int]]:
 
 
 def finer_tiles(plan: Plan, pair: tuple[int, int]) -> DividedPlan | None:
-    """Return the plan with tiles so small that all parts have as many; None if that is not possible."""
+    """Return the plan with tiles so small that all parts have equally many; None if that is impossible."""
     tile = plan.tile
     extents = [
         _extent(extent, nominal, pieces, units)
@@ -214,8 +215,8 @@ def finer_tiles(plan: Plan, pair: tuple[int, int]) -> DividedPlan | None:
 def _extent(extent: int, tile: int, pieces: int, units: tuple[int, ...]) -> int:
     """Return a tile extent of at most `tile` that divides an axis of C among `pieces` parts evenly.
 
-    It is a multiple of the last one of `units`, which suits the chunks of the operands, unless that makes the
-    tile much larger.
+    The extent is a multiple of the last one of `units`, which suits the chunks of the operands, unless that
+    makes the tile much larger.
     """
     even = ceil_div(extent, pieces * ceil_div(ceil_div(extent, pieces), tile))
     suits = round_up(even, units[-1])
@@ -306,7 +307,8 @@ def partition(
 ) -> Partition:
     """Divide a plan among at most `workers` equal workers. Use fewer if that is predicted to be no slower.
 
-    All are used if writes are predicted to take longest, and nobody has measured them: they may be faster.
+    All workers are used if writes are predicted to take longest, and nobody has measured their rate: writes
+    may be faster.
 
     Args:
         plan: the plan for one worker. Its machine model and its budgets are those of each worker.
@@ -331,7 +333,7 @@ def scaling(
     keep_tile: bool = False,
     whole_k: bool = False,
 ) -> tuple[Partition, ...]:
-    """Return the partition for each number of workers in `counts`. The other arguments are as above."""
+    """Return the partition for each number of workers in `counts`. For other arguments, see `partition`."""
     for count in counts:
         if not 1 <= count <= MAX_WORKERS:
             raise InputError(f"the number of workers must be from 1 to {MAX_WORKERS}, not {count}")
@@ -348,7 +350,7 @@ def scaling(
 def _in_bands(plan: Plan, storage: Storage, available: int, *, keep_tile: bool) -> Partition:
     """Divide a plan among all workers that get a row of tiles.
 
-    The clock runs the whole plan with a worker's share of the storage. Each part takes its share of that.
+    The clock runs the whole plan with a worker's share of the storage. A part takes its share of that time.
     """
     alone = replace(plan, machine=storage.shared(plan.machine, 1)).prediction
     if not keep_tile:
@@ -397,7 +399,7 @@ def _default_write(machine: MachineModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """A division, its predicted seconds, those of the sum, and the prediction of its largest part."""
+    """A division, its predicted seconds, those to add slices of k, and the prediction of its largest part."""
 
     division: DividedPlan
     seconds: float
@@ -419,7 +421,7 @@ class _Choice:
     def partition(self, available: int) -> Partition:
         """Choose the smallest number of workers that is as fast as any, within `CLOSE`.
 
-        Choose all that are available if only the assumed rate of writes is against it.
+        Choose all available workers if only the assumed rate of writes speaks against that.
         """
         one = self._best(1)
         assert one is not None
@@ -447,7 +449,7 @@ class _Choice:
         )
 
     def _divided_again(self, chosen: _Priced, workers: int) -> DividedPlan:
-        """Return a division into FINER parts per worker if it is as fast, else that which was chosen."""
+        """Return a division into FINER parts per worker if it is as fast; otherwise, the chosen division."""
         tried = divisions(
             chosen.division.plan, FINER * workers, keep_tile=self._how["keep_tile"], whole_k=True
         )
@@ -458,8 +460,8 @@ class _Choice:
     def _find(self, workers: int) -> _Priced | None:
         """Return the best division for a number of workers.
 
-        With the tiles of the plan, the result has the same bits as that of one worker. So they are kept if
-        they are as fast within `CLOSE`, and k is split only if that saves `MIN_GAIN` seconds.
+        With the tiles of the plan, the result has the same bits as that of one worker. So these tiles are
+        kept if they are as fast within `CLOSE`, and k is split only if that saves `MIN_GAIN` seconds.
         """
         if workers == 1:
             return self._priced(DividedPlan(self._plan, (1, 1, 1)), 1)

@@ -15,15 +15,15 @@ The next round takes the tiles to the right of these. So a device keeps its pane
 Sessions on the CPU share no panels. They work *apart*: each takes a rectangle of C, so that it loads as few
 panels as possible.
 
-If something is kept of each row of C (`GemmProblem.keeps_rows`), a device takes whole tile rows
-(`deal_rows`). Then it alone adds what the tiles of a row contribute, in an order that does not depend on the
-other devices.
+If the sink keeps numbers of each row of C (`GemmProblem.keeps_rows`), a device takes whole tile rows
+(`deal_rows`). Then this device alone adds the contributions of the tiles of a row, in an order that does not
+depend on the other devices.
 
-*The schedule.* In program order, the devices take turns: the device with
-the fewest steps so far is next. So a panel that several devices use at about the same time is read once:
+*The schedule.* In program order, the devices take turns: the device with the fewest steps so far is next. So
+a panel that several devices use at about the same time is read once:
 
-- With host slots, which all devices share, it is uploaded to each of them from there.
-- Without, it is uploaded to one device. The next device copies it from there, and so on.
+- With host slots, which all devices share, the panel is uploaded from its host slot to each device.
+- Without host slots, the panel is uploaded to one device. The next device copies it from that one, and so on.
 
 The waits are derived from this one program, as for one device.
 """
@@ -90,7 +90,7 @@ def deal_rows(
     """Deal whole tile rows of a grid. Return the tiles of each device in order: all, or those of `tiles`.
 
     The devices visit the columns in the same order. The tile rows of a round have the same direction along k,
-    as long as there are two per device.
+    as long as there are two tile rows per device.
 
     >>> deal_rows(2, (3, 2), Traversal(turns=False))
     [[(0, 0), (0, 1), (2, 0), (2, 1)], [(1, 0), (1, 1)]]
@@ -133,7 +133,8 @@ def arrangement(
         for _ in range(COMPARED_ROUNDS):
             tiles = list(islice(rounds, devices))
             total += a * len({i for i, _ in tiles}) + b * len({j for _, j in tiles})
-        # Of equal ones, choose the one that the grid has enough rows and columns for.
+        # Among arrangements that load equally much, prefer one for which the grid has enough tile rows and
+        # columns.
         return total, max(wanted / there for wanted, there in zip(arranged, grid.shape, strict=True))
 
     return min(((down, devices // down) for down in range(1, devices + 1) if devices % down == 0), key=loaded)
@@ -198,7 +199,7 @@ def _lines(count: int, together: int) -> Sequence[Sequence[int]]:
 
 
 T = TypeVar("T")
-# Not in any grid.
+# A tile that is in no grid.
 NO_TILE: Tile = (-1, -1)
 
 
@@ -206,7 +207,7 @@ NO_TILE: Tile = (-1, -1)
 class SharedSchedule(Schedule):
     """The operations of a run on several devices. `each` are the tiles of each device.
 
-    If it is empty, the tile at position p is for device p modulo `devices`.
+    If `each` is empty, the tile at position p is for device p modulo `devices`.
     """
 
     devices: int = 2
@@ -270,7 +271,7 @@ class SharedSchedule(Schedule):
         return Schedule(self.problem, self.grid, tiles, *given)
 
     def _placings(self) -> Iterator[Placing]:
-        """Yield what places the panels of each device, with common host slots."""
+        """Yield the `Placing` of each device. The devices share the host slots."""
         slots, steps = self.slots, self.grid.steps
         pools, in_rounds = pools_of(slots), self._in_rounds()
         uses = [NextUse(in_rounds, steps, axes, self.devices) for axes, _, _ in pools]
@@ -279,7 +280,7 @@ class SharedSchedule(Schedule):
         for device in range(self.devices):
             panels = []
             for (axes, count, _), cache, use in zip(pools, caches, uses, strict=True):
-                # A copy, because it remembers its latest result.
+                # A copy per device, because a `NextUse` remembers its latest result.
                 host_uses = None if cache is None else partial(self._use, copy(use), device)
                 tiles = self._tiles_of(device)
                 panels.append(Panels(tiles, steps, axes, count, cache, host_uses, leads=device == 0))
@@ -296,8 +297,8 @@ class SharedSchedule(Schedule):
     def _connect(self, everywhere: Sequence[Sequence[Panels]]) -> None:
         """Let devices copy panels that have no host slots from each other.
 
-        A device prefers the one before it: it is the latest one to load the panel. So each device passes a
-        panel on once.
+        A device prefers to copy from the device before it, which is the latest one to load the panel. So each
+        device passes a panel on once.
         """
         for number, operand in enumerate(self.problem.operands):
             if not self.slots.streams(operand):
@@ -310,7 +311,8 @@ class SharedSchedule(Schedule):
 def interleaved(streams: Sequence[Iterator[tuple[int, T]]], *, rotating: bool = False) -> Iterator[T]:
     """Merge streams of (number of steps, item). The stream with the fewest steps so far is next.
 
-    Of several, it is the first one. If `rotating`, each is the first one in turn, from step to step.
+    If several streams have the fewest steps, the first of them is next. If `rotating`, each stream is the
+    first one in turn, from step to step.
 
     >>> streams = lambda: [iter([(1, "a"), (2, "b"), (1, "c")]), iter([(3, "x"), (1, "y")])]
     >>> list(interleaved(streams())), list(interleaved(streams(), rotating=True))

@@ -79,14 +79,14 @@ class HazardTracker(Generic[T]):
 
 
 class Program(Sequence[tuple[Operation, list[int]]]):
-    """Operations with the indices of those that each waits for, derived when they are first needed.
+    """Operations, each with the indices of the operations that it waits for.
 
-    So a run starts its first operations before the waits of the last ones are known. Several threads may use
-    a program at the same time.
+    These waits are derived when they are first needed. So a run starts its first operations before the waits
+    of the last ones are known. Several threads may use a program at the same time.
     """
 
     def __init__(self, operations: Iterable[Operation]) -> None:
-        # If an exception interrupts `_derive`, its next call iterates over them from the beginning.
+        # If an exception interrupts `_derive`, its next call iterates over the operations from the beginning.
         self._operations = operations
         self._left: Iterator[Operation] | None = None
         self._tracker = HazardTracker[int]()
@@ -97,7 +97,7 @@ class Program(Sequence[tuple[Operation, list[int]]]):
         return Program, ([operation for operation, _ in self],)  # neither a lock nor an iterator is pickled
 
     def _derive(self, stop: int | None = None) -> None:
-        """Derive the waits of the operations before index `stop`, as far as there are any; None for all."""
+        """Derive the waits of the operations before index `stop`, or of all operations if it is None."""
         with self._lock:
             left, self._left = self._left, None
             if left is None:

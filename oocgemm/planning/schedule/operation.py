@@ -14,7 +14,7 @@ class Tier(StrEnum):
     HOST = "host"
     DEVICE = "device"
 
-    __hash__ = str.__hash__  # that of enums is slow, and slots are looked up for every operation
+    __hash__ = str.__hash__  # the hash of enums is slow, and slots are looked up for every operation
 
 
 class Slot(NamedTuple):
@@ -24,7 +24,7 @@ class Slot(NamedTuple):
     - C: on the device an accumulator, in which a tile of C is summed; on the host a strip (some rows) of a
       tile;
     - D: on the device, a strip to which alpha and beta have been applied;
-    - P: on the device, what a Prepare makes of a step's panels: residues, or transformed panels;
+    - P: on the device, the result of a Prepare of a step's panels: residues, or transformed panels;
     - S: on the device, the checksums of a tile's strips. They have no memory of their own: they are stored
       behind the tile, in the C slot with the same index.
 
@@ -175,10 +175,10 @@ _CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
 def lane_and_stream(kind: Kind, operand: str, coded: bool, turned: bool, peer: bool) -> tuple[Lane, str]:
     """Return where an operation runs, and the name of the queue that it is issued to.
 
-    That is the name of its lane. Only loads of C have queues of their own, such as "read-c", so that they do
-    not queue behind loads of A and B. Both Downloads of a strip of a whole Gram matrix read the same
-    elements, and may end in any order. So the second one has a queue of its own, too. So have copies from
-    other devices, which may have to wait for these.
+    Most queues have the name of the lane. Loads of C have queues of their own, such as "read-c", so that they
+    do not queue behind loads of A and B. Both Downloads of a strip of a whole Gram matrix read the same
+    elements, and may end in any order. So the second Download has a queue of its own. Copies from other
+    devices also have their own queue, because they may have to wait for those devices.
     """
     lane = LANES[kind]
     lane = _CODED.get(lane, lane) if coded else lane

@@ -18,19 +18,20 @@ The last steps of a tile run strip by strip: one strip (a block of rows of the t
 while the next strip is multiplied. With only one accumulator, the first steps of the next tile also run strip
 by strip, into strips that have been downloaded.
 
-Where B is A^H (`oocgemm.planning.problem.Same`), B(p,j) is the panel of A that belongs to tile row j, in the
+If B is A^H (`oocgemm.planning.problem.Same`), B(p,j) is the panel of A that belongs to tile row j, in the
 same slots. A tile on the diagonal uses one panel per step, and is always multiplied strip by strip, because
 its strips differ in width (`TileGrid`).
 
 If two products are chained (`problem.Updated`), each Multiply also changes its panel of B. C is then one
 tile of one strip, so that this happens once for each panel.
 
-If only the largest elements of each row of C are kept (`Sink.per_row`), a tile ends otherwise (`Selecting`).
-The device keeps the largest elements so far of every row of C in one slot, D. The Finish of a tile updates
-the rows of this tile. When the last tile of a tile row has been finished, the elements of its rows are
-downloaded and written. No other element of C leaves the device. A tile of a Gram matrix also has elements of
-other rows: of those with the numbers of its columns, as mirror images. A strip on the diagonal of C has
-elements of both triangles in its diagonal block. Its elements left of this block are mirrored.
+If only the largest elements of each row of C are kept (`Sink.per_row`), a tile ends in another way
+(`Selecting`). The device keeps the largest elements so far of every row of C in one slot, D. The Finish of a
+tile updates the rows of this tile. When the last tile of a tile row has been finished, the elements of its
+rows are downloaded and written. No other element of C leaves the device. A tile of a Gram matrix also has
+elements of the rows that have the numbers of its columns: the mirror images of its elements. A strip on the
+diagonal of C has elements of both triangles in its diagonal block. Its elements left of this block are
+mirrored.
 
 In a run, operations of different streams overlap. They wait for one another only if they access the same part
 of a buffer (`oocgemm.planning.schedule.hazards`).
@@ -66,7 +67,8 @@ NOTHING: Range = (0, 0)
 class TilePlace(NamedTuple):
     """Where a tile is: in C, by its `rows` and `cols`, and on the device, in an accumulator.
 
-    `parts` is the number of its strips. `staircase` tells that they differ in width (`TileGrid`).
+    `parts` is the number of the tile's strips. `staircase` tells that the strips differ in width
+    (`TileGrid`).
     """
 
     tile: Tile
@@ -161,7 +163,7 @@ class Schedule:
         """Yield the operations of a group of steps.
 
         `old_c` are the numbered strips of the old C to load first. Each of `parts` consists of the numbered
-        strips that are multiplied together. With `drains`, they drain after the group.
+        strips that are multiplied together. With `drains`, the strips drain after the group.
         """
         lowered, depths = self.lowered, self._depths
         if lowered.loads_old:
@@ -212,7 +214,7 @@ class Schedule:
     def traffic(self, loads: Loads | None = None, in_place: Collection[str] = ()) -> dict[str, int]:
         """Count the bytes that cross each link ("read", "h2d", "d2h", "write") during the whole run.
 
-        The operands in `in_place` cross none: they are multiplied where they are.
+        The operands in `in_place` cross no link: they are multiplied where they are.
         """
         loads = loads or self.loads()
         loads = replace(
@@ -244,7 +246,7 @@ class Schedule:
 
     @property
     def elements_stored(self) -> int:
-        """Elements that the device returns: those of C, or those that are selected of its rows."""
+        """Elements that the device returns: those of C, or the selected elements of its rows."""
         return self.problem.sink.count(self.grid.m, self.elements)
 
     @property
@@ -276,7 +278,7 @@ class Schedule:
         peer: bool = False,
         parts: int = 0,
     ) -> Operation:
-        """Return an operation of a tile, with what follows from its kind and its ranges."""
+        """Return an operation of a tile. Its lane, stream and blocks follow from its kind and its ranges."""
         panel = self.lowered.panels.get(operand)
         coded = panel is not None and panel.coded and kind in STORE_KINDS
         lane, stream = lane_and_stream(kind, operand, coded, turned, peer)
@@ -291,7 +293,7 @@ class Schedule:
     ) -> Iterator[Operation]:
         """Load a panel of op(A) or op(B) unless it is cached.
 
-        `line` are the rows of C that the panel of op(A) has, or the columns of that of op(B).
+        `line` are the rows of C that the panel of op(A) has, or the columns of C that the panel of op(B) has.
         """
         k, panel = self._depths[step], self.lowered.panels[operand]
         if not placed.upload or k[0] == k[1]:
@@ -351,7 +353,7 @@ class Schedule:
     ) -> Iterator[Operation]:
         """Load the old elements of a strip (some rows of a tile) of C, to which beta applies.
 
-        They go into the accumulator of the tile if `whole_tile`, otherwise into a buffer for one strip.
+        The elements go into the accumulator of the tile if `whole_tile`, otherwise into a buffer for a strip.
         """
         n, size, host = self._strip_parts(place, rows, number)
         target = self._in_tile(place, rows) if whole_tile else Region(slot, 0, host.stop)
@@ -445,7 +447,8 @@ class Selecting:
         self._halves, self._per_row = schedule.problem.cover.halves, schedule.lowered.per_row
         self._uses = NextUse(tiles, self._grid.steps, (0,))
         self._begun: set[int] = set()  # tile rows of which a tile has been finished
-        # The position of the last tile with elements of a tile row of a Gram matrix, which may be mirrored.
+        # For a Gram matrix: per tile row, the position of the last tile that has elements of it, perhaps
+        # mirrored ones.
         self._last: dict[int, int] = {}
         if self._halves:
             self._last = {line: position for position, tile in enumerate(tiles) for line in tile}
@@ -467,7 +470,7 @@ class Selecting:
                 yield self._leave(place, rows)
 
     def _finish(self, place: TilePlace, rows: Range, *, first: bool) -> Operation:
-        """Return the operation that updates what is kept of the rows of a strip, and of its columns."""
+        """Return the operation that updates the elements kept of a strip's rows, and of its columns' rows."""
         cols, step = self._grid.span(place.tile, rows), self._grid.steps - 1
         elements = self._schedule._in_tile(place, rows)
         lines = [rows, mirrored_columns(rows, cols)] if self._halves else [rows]
@@ -476,7 +479,7 @@ class Selecting:
         return self._schedule.operation(Kind.FINISH, "D", place, step, reads, kept, rows, cols, first=first)
 
     def _leave(self, place: TilePlace, rows: Range) -> Operation:
-        """Return the operation that copies what is kept of some rows of C from the device."""
+        """Return the operation that copies from the device the elements that are kept of some rows of C."""
         kind = Kind.WRITE if self._schedule.slots.unified else Kind.DOWNLOAD
         size = length(rows) * self._per_row * self._schedule.lowered.panels["C"].itemsize
         given = kind, "C", place, self._grid.steps - 1, (self._kept(rows),), ()

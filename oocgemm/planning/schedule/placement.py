@@ -49,8 +49,9 @@ class SlotCache:
         self._used = [-1] * count
         self._clock = 0
         self._where: dict[Panel, int] = {}
-        # The slots of the panels that are placed together now, and of those that were placed together before.
+        # The slots of the panels that are being placed together.
         self._current: list[int] = []
+        # The slots of the panels that were placed together before these.
         self._latest: list[int] = []
         self._heap: list[tuple[int, int, int]] = []
 
@@ -181,7 +182,7 @@ def step_groups(order: Sequence[int], head: int, tail: int) -> Iterator[tuple[bo
 
     Strip by strip means that all steps of the group are applied to some rows of the tile, then to the next
     rows. All panels of a group are loaded before it runs. The first `head` steps of a tile form such a group,
-    and the last `tail` steps, as far as there are so many.
+    and so do the last `tail` steps. If a tile has fewer steps, these groups are smaller.
     """
     stop = len(order) - min(tail, len(order))
     head = min(head, stop)
@@ -238,9 +239,9 @@ Uses = Callable[[int, int, int], int]
 
 
 def pools_of(slots: Slots) -> list[tuple[tuple[int, ...], int, int]]:
-    """Return per pool the axes of its panels (`NextUse`), and its slots on the device and on the host.
+    """Return per pool (axes of its panels as in `NextUse`, number of device slots, number of host slots).
 
-    An operand that has both roles has one pool.
+    There is one pool per operand. So there is only one if an operand has both roles.
     """
     host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
     if not slots.b:
@@ -258,8 +259,8 @@ class Panels:
 
     Panels are placed in program order. `axes` says which tiles use them (`NextUse`): (0,) for op(A), (1,) for
     op(B), and (0, 1) if one operand has both roles. `device` is the number of device slots. `host` has the
-    host slots, if there are any. If several devices share them, `host_uses` looks up the next use by any
-    device, and only the first device `leads`: it ends groups of steps for all.
+    host slots, if there are any. If several devices share these slots, `host_uses` looks up the next use by
+    any device, and only the first device `leads`: it ends groups of steps for all.
 
     `peers` are the numbers and the panels of the devices from which panels may be copied, the preferred one
     first.
@@ -310,7 +311,7 @@ class Panels:
         return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
 
     def advance(self) -> None:
-        """End a group of steps whose panels are loaded together: of several devices, one step each."""
+        """End a group of steps whose panels are loaded together. With several devices, it has one of each."""
         for cache in self._tiers if self._leads else self._tiers[:1]:
             cache.advance()
 
@@ -367,7 +368,7 @@ def loads_of(
 ) -> Counts:
     """Count the elements of the panels of some groups of steps, each of a tile.
 
-    With `shares`, panels of A have both roles: those of a tile on the diagonal count once.
+    With `shares`, panels of A have both roles. The panels of a tile on the diagonal then count once.
     """
     found = [0, 0], [0, 0]
     for tile, group in groups:
@@ -418,7 +419,10 @@ class Placing:
         self._shares = self._a is self._b  # one pool has the panels of both operands
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
-        """Place the panels of the tiles, in ascending positions. Yield each tile's steps in `step_groups`."""
+        """Place the panels of the tile at `position`, and yield its steps in groups (`step_groups`).
+
+        Call this for all tiles, in ascending order of their positions.
+        """
         row, col = self._tiles[position]
         same = row == col and self._shares
         for by_strips, steps in self._step_groups(position):
@@ -440,8 +444,8 @@ class Placing:
     ) -> Counts | None:
         """Count the elements of all panels that are uploaded and read: (up, read) of op(A), and of op(B).
 
-        `height(i)` is the number of rows in tile row i, and `width(j)` that of columns in tile column j.
-        Returns None if this takes more work than `max_work` placements of one panel in a slot.
+        `height(i)` is the number of rows in tile row i, and `width(j)` the number of columns in tile column
+        j. Returns None if this takes more work than `max_work` placements of one panel in a slot.
 
         To save placements, results are reused for tiles with the same `Panels.state`, and for bands (groups
         of tile rows or columns) with equal keys (`Walk.bands`) that start with the same cached panels.

@@ -27,9 +27,10 @@ class Traversal:
     """An order in which to visit tiles: in bands of `band` tile rows (axis 0) or tile columns (axis 1).
 
     Within a band of rows, tiles are visited column by column. Every band uses all panels of op(B). With wide
-    bands, they are loaded less often, but memory must cache the panels of op(A) of all rows of a band.
+    bands, these panels are loaded less often, but memory must cache the panels of op(A) of all rows of a
+    band.
 
-    With `turns`, every other band is visited in the opposite direction. Without, every band starts at the
+    With `turns`, every other band is visited in the opposite direction. Otherwise, every band starts at the
     same side. The run may then end with a smaller tile, so that less of C remains to be written at the end.
     """
 

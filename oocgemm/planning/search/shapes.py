@@ -5,12 +5,12 @@ memory permits, beside two panels of each operand, or beside all panels of a til
 they are a half or a quarter as wide. The depth of panels is the best one, or all or half of k. From the best
 of these shapes, the estimate of the time is improved by changing one decision at a time (`near`).
 
-The estimate has the prices of the clock, but treats a run as a few phases: the first panels, the tiles at the
-rate of the slowest lane, the waits at the start of a row of tiles, the end of the last tile. It differs from
-the clock by up to a fifth. It only ranks shapes: the clock decides.
+The estimate uses the prices of the clock, but treats a run as a few phases: the first panels, the tiles at
+the rate of the slowest lane, the waits at the start of a row of tiles, the end of the last tile. It differs
+from the clock by up to a fifth. It only ranks shapes: the clock decides.
 
-Two kinds of products have shapes of their own: chained products, of which only the depth is open, and
-products that are multiplied where their arrays are.
+Two kinds of products have shapes of their own: chained products, for which only the depth is chosen, and
+products whose arrays are multiplied in place.
 """
 
 from collections import Counter
@@ -31,16 +31,16 @@ from oocgemm.planning.search.slot_counts import MAX_DRAIN, STAGED_STRIPS, STRIP_
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
-# A tile shape with a number of accumulators, and with the estimated seconds before it.
+# A tile shape with a number of accumulators. A `Ranked` has the estimated seconds, too, as its first item.
 Shape = tuple[TileShape, int]
 Ranked = tuple[float, TileShape, int]
-# Numbers of tile rows to try. With more than MANY, a tile takes at least the part 1 / MIN_PART of the device
-# memory. Tiles are as wide as memory permits, divided by each of WIDTHS.
+# Numbers of tile rows to try. Numbers above MANY are only tried if a row of tiles takes at least the part
+# 1 / MIN_PART of the device memory. Tiles are as wide as memory permits, divided by each of WIDTHS.
 COUNTS, MANY, MIN_PART = (1, 2, 4, 8, 16, 32, 64, 128), 16, 32
 WIDTHS = (1, 2, 4)
 # Numbers of strips of C to try if A, B and C are pinned. If memory is scarce, only many strips fit.
 STRIP_COUNTS = (8, 16, 32)
-# Depths (tile.k) to choose from for all dtypes, and further ones for int8. The best one is tried, and the
+# Depths (tile.k) to choose from for all dtypes, and further depths for int8. The best depth is tried, and the
 # maximum depth divided by each of PARTS_OF_K.
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BYTE_DEPTHS, PARTS_OF_K = (16384, 32768), (1, 2)
@@ -48,17 +48,17 @@ BYTE_DEPTHS, PARTS_OF_K = (16384, 32768), (1, 2)
 SCARCE_MEMORY = 1 << 20
 # The depth of panels is changed by these factors. Short rows of a panel are copied more slowly.
 DEPTH_FACTORS = (2, 0.5)
-# A depth in `Shapes.depths` is taken instead of a changed one that differs by at most this part.
+# If a changed depth differs by at most this part from a depth in `Shapes.depths`, the latter is taken.
 NEAR_DEPTH = 0.05
 # The estimate is improved from this many shapes, as long as each change gains at least the part MIN_GAIN.
 STARTS, MIN_GAIN = 3, 0.002
-# Shapes of similar extents are likely to be misjudged alike. Each is ranked as if it took this much longer
-# than the one before it.
+# The estimates of shapes with similar extents are likely to have similar errors. So each of these shapes is
+# ranked as if it took longer by this part than the one before it.
 ALIKE = 0.04
-# Shapes that multiply for longer than the least estimate by this factor are hopeless.
+# A shape is hopeless if its multiplications alone take this many times as long as the least estimate.
 HOPELESS = 1.3
 # This part of the time that a run would take if nothing overlapped is added to estimates. Without it, many
-# shapes have equal estimates where something limits them all, such as the host's copies.
+# shapes would have equal estimates if one resource limits all of them, such as the host's copies.
 SERIAL = 0.05
 # Operations per step, and per strip without and with a Finish; and the part of the host budget that caches
 # panels. Bytes of thin strips of C, and host slots per operand, as `slot_counts` chooses them.
@@ -67,9 +67,10 @@ THIN_STRIP_BYTES, HOST_SLOTS = 1 << 20, 3
 # If A, B and C are multiplied in place, one product takes about CALL_SECONDS seconds, and has at least
 # MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
 CALL_SECONDS, MIN_CALL_ROWS = 0.5, 1024
-# Target size of a panel of A of chained products, in bytes. A GPU copies larger ones no faster. The host
-# reads smaller ones while it multiplies others. X is divided into at least PANELS panels, so that few are
-# read before the first product, unless they would be smaller than MIN_PANEL_BYTES.
+# Target size of a panel of A of chained products, in bytes. A GPU copies larger panels no faster. The host
+# has smaller panels, since it reads panels while it multiplies others. X is divided into at least PANELS
+# panels, so that little is read before the first product, unless panels would be smaller than
+# MIN_PANEL_BYTES.
 PANEL_BYTES, HOST_PANEL_BYTES = 64 << 20, 16 << 20
 PANELS, MIN_PANEL_BYTES = 16, 1 << 20
 
@@ -124,13 +125,13 @@ class Shapes:
                 near = self.near(*now[1:])
                 found |= {(tile, c): seconds for seconds, tile, c in near}
                 best = min(near, key=_order, default=now)
-                if not best[0] < (1 - MIN_GAIN) * found[now[1:]]:  # nor if none of both fits
+                if not best[0] < (1 - MIN_GAIN) * found[now[1:]]:  # stops, too, if neither of them fits
                     break
                 now = best
         return [*self._strips_of_c(), *_varied(found)]
 
     def near(self, tile: TileShape, c: int) -> list[Ranked]:
-        """Return the shapes that differ in one decision: depth, one tile more or fewer, accumulators."""
+        """Return the shapes that differ from this one in the depth, the numbers of tiles, or accumulators."""
         direct, found = is_enqueued(self._setting, tile), dict[Ranked, None]()
         for shape, count in self._neighbours(tile, c):
             if direct and not is_enqueued(self._setting, shape):
@@ -185,10 +186,11 @@ class Shapes:
                     yield TileShape(tile_m, tile_n, k), 1
 
     def _strips_of_c(self) -> list[Ranked]:
-        """Return the best strips of C with all of k: one operand stays on the device, the other one passes.
+        """Return the tile shape of the best strips of C with all of k, in a list; an empty list if none fits.
 
-        A loop written by hand would do this. If all arrays are pinned, the estimates of other shapes are too
-        low by about a tenth. So the clock runs the best strips first.
+        One operand stays on the device, and the other one passes through, as in a loop written by hand. If
+        all arrays are pinned, the estimates of other shapes are too low by about a tenth. So the clock runs
+        the best strips first.
         """
         if not self._setting.enqueues or self._k > self._deepest:
             return []
@@ -226,7 +228,7 @@ class Shapes:
         return 4 * min(tile_m, STRIP_ROWS) if self._exact else 0
 
     def _on_host(self, m: int, n: int, k: int) -> int:
-        """Return the bytes of the host budget that the least numbers of slots leave."""
+        """Return the bytes of the host budget that are left beside one host slot for A and one for B."""
         on_a, on_b = self._in_slots
         return self._host - k * (on_a * m * self._a + on_b * n * self._b)
 
@@ -269,7 +271,7 @@ class Shapes:
         compute = tiles * each
         if compute > HOPELESS * self._least:
             return compute
-        # Per tile, how C leaves the device, strip by strip.
+        # Seconds per tile in which C leaves the device, strip by strip.
         strips = m / strip
         write = 0.0 if self._streams_c else prices.write(strip, n) * strips
         download = 0.0 if machine.unified else prices.download(strip, n) * strips
@@ -294,7 +296,7 @@ class Shapes:
         copied = tiles * strips * prices.staged("C", strip, n) * (2 if self._reads_c else 1)
         faults = prices.accumulator_faults(m, n) * c + self._panel_faults(m, n, k)
         host = max(0.0, self._caching - 3 * (size_a + size_b))
-        # Whole panels are cached.
+        # Only whole panels are cached.
         a = m * self._k * self._a, self._m * self._k * self._a, own_a + free // size_a * size_a
         b = n * self._k * self._b, self._n * self._k * self._b, own_b + free // size_b * size_b
         least = inf
@@ -314,8 +316,9 @@ class Shapes:
                 busy = compute + tiles * prices.write_cpu_share * write
                 total = max(tiles * each, busy) + reading + old_read + faults + tail
             else:
-                # The panels of a line of tiles are cached. Those of the next line are loaded while the last
-                # tile of this line frees slots, unless there are more, and while its own first tile runs.
+                # The panels of a line of tiles are cached. Panels of the next line are loaded early into
+                # spare slots. The other panels are loaded while one tile runs. If they take longer, the next
+                # line waits for them.
                 slow, slow_passing = max(costs[:2]), max(costs_passing[:2])
                 spare = min(1.0, max(0.0, room / line - 1))
                 waits = (
@@ -341,17 +344,17 @@ class Shapes:
         return least
 
     def _panel_faults(self, m: int, n: int, k: int) -> float:
-        """Estimate the seconds of page faults of the first Reads into the least numbers of slots."""
+        """Estimate the seconds of page faults when the first Reads fill the minimum numbers of slots."""
         on_a, on_b = (2, 2) if self._setting.machine.unified else (HOST_SLOTS * x for x in self._in_slots)
         return on_a * self._prices.faults("A", m, k) + on_b * self._prices.faults("B", k, n)
 
     def _turn(
         self, m: int, n: int, k: int, step: float, strips: float, leaving: tuple[float, float]
     ) -> float:
-        """Estimate how much longer a tile takes with one accumulator, which the tile before it must leave.
+        """Estimate by how many seconds a tile takes longer because the tile before has the only accumulator.
 
-        `step` is the time of a step, and `strips` the number of strips. `leaving` are the seconds until
-        the tile has left, and until it has left the device.
+        `step` is the time of a step, and `strips` the number of strips. `leaving` are the seconds in which a
+        tile is downloaded and written, and in which it is only downloaded.
         """
         turning, strip = min(2, ceil_div(self._k, k)), int(m / strips)
         by_strips = strips * self._prices.multiply(strip, m, n, k) - step
@@ -363,9 +366,9 @@ class Shapes:
         return turning * max(0.0, by_strips) + max(0.0, leaving[0 if waits else 1] - hidden)
 
     def _strip(self, tile: TileShape, free: int) -> tuple[int, int]:
-        """Return about how many rows the strips have in which C leaves a device, and the bytes of its slots.
+        """Return about how many rows the strips of C have, and the bytes of their slots on the device.
 
-        They are thin if the `free` memory does not suffice for others, as in `slot_counts`.
+        Strips are thin if the `free` memory does not suffice for others, as in `slot_counts`.
         """
         strips = STRIPS if self._setting.machine.unified else STAGED_STRIPS
         row = tile.n * self._c
@@ -400,16 +403,17 @@ class Shapes:
         return max(compute, copied) + 0.1 * (compute + copied) + first + steps * machine.step_latency
 
 
-# The bytes of the panels of a line of tiles, of the operand, and of the memory for its panels.
+# The bytes of the panels of a line of tiles, of the whole operand, and of the memory for its panels.
 _Sizes = tuple[int, int, int]
 _Times = tuple[float, float]
 
 
 def _loads(lines: int, others: int, kept: _Sizes, passing: _Sizes, host: float) -> tuple[_Times, _Times]:
-    """Estimate how many times two operands are uploaded and read, line by line.
+    """Estimate how many times two operands are uploaded, and how many times they are read, line by line.
 
-    There are `lines` lines of `others` tiles. The panels of a line of `kept` are cached before those of
-    `passing`. `host` is the memory that caches panels on the host.
+    Both results have a number for `kept` and one for `passing`. There are `lines` lines of `others` tiles.
+    The panels of a line of `kept` are cached before those of `passing`. `host` is the memory that caches
+    panels on the host.
     """
     (line, _, room), (_, whole, room_passing) = kept, passing
 
@@ -423,7 +427,7 @@ def _loads(lines: int, others: int, kept: _Sizes, passing: _Sizes, host: float) 
 
 
 def _varied(found: Mapping[Shape, float]) -> list[Ranked]:
-    """Order shapes by their estimated seconds, where several of similar extents come later than the first."""
+    """Order shapes by their estimated seconds. Later ones with similar extents are moved back (`ALIKE`)."""
     alike, ranked = Counter[tuple[int, int]](), list[Ranked]()
     for seconds, tile, c in sorted(((seconds, *shape) for shape, seconds in found.items()), key=_order):
         group = tile.m.bit_length(), tile.n.bit_length()
@@ -446,7 +450,7 @@ def _divided(extent: int, count: int, units: tuple[int, ...]) -> int:
 
 
 def _whole(tile: int, units: tuple[int, ...]) -> int:
-    """Round the extent of a tile down to whole chunks, the last unit: none is decoded for two tiles then."""
+    """Round the extent of a tile down to whole chunks (the last unit), so that none is decoded twice."""
     return tile // units[-1] * units[-1] or tile
 
 
@@ -490,7 +494,7 @@ def max_depth(problem: GemmProblem) -> int:
 
 
 def is_enqueued(setting: Setting, tile: TileShape) -> bool:
-    """Return False if threads would copy narrow panels although all arrays are pinned (`enqueues`)."""
+    """Return False if all arrays are pinned (`enqueues`), but threads would copy blocks, which are narrow."""
     m, n, k = extents(setting.problem, tile)
     layouts = setting.layouts
     blocks = (layouts.a, (m, k)), (layouts.b, (k, n)), (layouts.c, (m, n))
@@ -521,8 +525,8 @@ def chained_shapes(setting: Setting) -> Iterator[TileShape]:
     """Yield the tile shapes of chained products, best first: with panels of whole chunks, then thinner ones.
 
     C and Q stay on the device. A step multiplies a panel of all rows of op(A), twice. So only the depth of
-    the panels is open. It does not depend on measured rates: the same problem in the same budgets is always
-    divided in the same way, and its result is rounded in the same way.
+    the panels is chosen. The depth does not depend on measured rates: the same problem in the same budgets is
+    always divided in the same way, and its result is rounded in the same way.
     """
     problem, layout = setting.problem, setting.layouts.a
     row = problem.m * problem.itemsizes["A"]
@@ -541,7 +545,7 @@ def chained_shapes(setting: Setting) -> Iterator[TileShape]:
 def min_tile(setting: Setting) -> TileShape:
     """Return the smallest tile shape that the planner uses.
 
-    It is 16 x 16 x 16, rounded up to whole chunks of C. Chained products have panels of one row of A.
+    It is 16 x 16 x 16, with m and n rounded up to whole chunks of C. For chained products, it is m x n x 1.
     """
     problem, unit = setting.problem, setting.layouts.c.writing.chunk
     if problem.b.one_tile:
