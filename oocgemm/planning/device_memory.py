@@ -4,9 +4,9 @@
   contains the results for one step: the expanded panel of op(A), and behind it that of op(B). A panel that is
   not transformed has no part there.
 - *Numbers* of steps on elements of A, B and C, and what the device measures to find them.
-- *Selected elements* of C. A device slot D contains the largest elements of all rows of C, or the elements
-  above a threshold of a strip. Many warps of a GPU append to the latter. Each append is a *segment*: some
-  elements of one row, in ascending order of columns.
+- *Selected elements* of C. A device slot D contains the largest elements of all rows of C, or those elements
+  of a strip that are above a threshold. Many warps of a GPU append to a slot of the second kind. Each append
+  is a *segment*: some elements of one row, in ascending order of columns.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ SUM_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class MeasureRoom:
-    """Byte offsets of what is measured on the device; the sums are at 0. `end` is the size of it all.
+    """Byte offsets of the numbers that the device measures. The sums are at 0. `end` is the total size.
 
-    `weights` has a float64 per index along k, `products` one per row of X, and `square` is one number. They
-    are zero at first, and used only if C is corrected.
+    `weights` has a float64 per index along k, `products` one per row of X, and `square` is one number. These
+    three are zero at first, and used only if C is corrected.
     """
 
     weights: int
@@ -37,7 +37,7 @@ class MeasureRoom:
 
 
 def measure_room(problem: GemmProblem) -> MeasureRoom:
-    """Lay out what is measured; everything is 0 unless the device finds numbers."""
+    """Lay out the measured numbers. All offsets are 0 unless the device finds numbers of steps."""
     if not problem.finds_numbers:
         return MeasureRoom(0, 0, 0, 0)
     weights = SUM_BYTES * problem.depth
@@ -115,7 +115,7 @@ def factor_bytes(problem: GemmProblem) -> int:
 
 # The value of all bytes of a selected element that stands for none: its score is NaN, and no index is larger.
 NONE = 0xFF
-# Maximum number of elements in a segment, and minimum number in one that is not the last one of its row.
+# Maximum number of elements in a segment, and minimum number in a segment that is not the last of its row.
 SEGMENT, MIN_SEGMENT = 256, 225
 # Bytes of the counters of elements and of segments, and of the description of a segment: its row, its number
 # of elements, and its first element.

@@ -4,8 +4,8 @@ Each step replaces every element x. A step may have a number u per row or per co
 constants. All steps are computed in float64. The result of the last one is rounded once, to the dtype in
 which the operand is multiplied.
 
-Here is only the description of the steps. `oocgemm.stores.transformed` has them for NumPy arrays, and
-kernels/transforms/steps.cuh for CUDA.
+This module only describes the steps. `oocgemm.stores.transformed` does them for NumPy arrays, and
+kernels/transforms/steps.cuh in CUDA.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ GIVEN, STREAMED, IN_PANEL = "given", "streamed", "in_panel"
 class StepKind(NamedTuple):
     """A kind of step: what becomes of x, and whether it has a number u per row or column.
 
-    If it is `deferred`, elements stay what they are, and C is corrected when it is finished.
+    If a step is `deferred`, elements are not changed. Instead, C is corrected when it is finished.
     """
 
     formula: str
@@ -48,11 +48,11 @@ class ElementStep:
 
     Attributes:
         kind: one of `KINDS`.
-        axis: "rows" or "cols" if it has a number per row or per column of the stored array, else "".
+        axis: "rows" or "cols" if the step has a number per row or per column of the stored array, else "".
         source: where the numbers come from: `GIVEN`, `STREAMED` or `IN_PANEL`.
         rule: which numbers these are, if they are not given: "mean", "std", "hwe" or "raise"
             (`oocgemm.Transform`).
-        constants: those of the step.
+        constants: the constants of the step.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class ElementStep:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether C is corrected, and elements stay what they are."""
+        """Whether C is corrected instead of elements."""
         return KINDS[self.kind].deferred
 
     @property
@@ -95,5 +95,5 @@ def parsed_steps(text: str) -> tuple[ElementStep, ...]:
 
 
 def missing_code(steps: Sequence[ElementStep]) -> float | None:
-    """Return the code of missing elements in storage; None if there is none."""
+    """Return the value that stands for a missing element in storage; None if no element is missing."""
     return next((step.constants[0] for step in steps if step.kind == "impute"), None)

@@ -12,9 +12,8 @@
 The only error left comes from step 1. `suffices` bounds it from a few facts about each panel. A step whose
 error could exceed that of a native product is multiplied natively.
 
-*Products of int8 matrices.* The product of two int8 numbers is at most 2^14 in
-magnitude. Therefore int32 holds any sum of 131071 products, and float64 holds any sum of fewer than 2^39
-products exactly.
+*Products of int8 matrices.* The product of two int8 numbers is at most 2^14 in magnitude. Therefore int32
+holds any sum of 131071 products, and float64 holds any sum of fewer than 2^39 products exactly.
 
 - On the host, BLAS has no int8 product: panels are cast to float64 and summed in float64.
 - On a GPU, each step sums its products in int32. A step is therefore at most `MAX_INT32_DEPTH` deep along k.
@@ -244,7 +243,7 @@ HOST_WORK = 6 << 20
 def work_bytes(planes: int, m: int, n: int) -> int:
     """Return the device bytes of workspace to multiply an m x n tile.
 
-    For at most `STRIP_ROWS` rows of C: their residues for `planes` moduli, and the int32 sums of one modulus.
+    It has the residues of at most `STRIP_ROWS` rows of C for `planes` moduli, and their int32 sums for one.
     """
     return min(m, STRIP_ROWS) * pitch(n) * (planes + 4)
 

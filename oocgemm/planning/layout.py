@@ -1,8 +1,8 @@
 """Describe how arrays are stored, one class per kind of storage, and the routes of their blocks.
 
 A layout answers the questions that planning asks of an array: which blocks are read as a whole, how fast
-panels are read, what memory that takes. The base class `Layout` answers for an array of which any block is
-read at the full rate. Each kind gives other answers where it differs:
+panels are read, and how much memory reads take. The base class `Layout` answers for an array of which any
+block is read at the full rate. Each kind gives other answers where it differs:
 
 - `Chunked`: chunks in files, or elements that are computed when they are read.
 - `Lines`: one run of contiguous elements after another in a file, such as the rows of a .npy file.
@@ -107,17 +107,17 @@ class Layout:
 
     @property
     def pinned(self) -> bool:
-        """Whether the caller has pinned the array. Blocks of others are never copied directly."""
+        """Whether the caller has pinned the array. Blocks of other arrays are never copied directly."""
         return False
 
     @property
     def page_cached(self) -> bool:
-        """Whether the page cache has the array, or will have it: blocks need no cache of ours."""
+        """Whether the page cache has or will have the array, so that oocgemm need not cache its blocks."""
         return False
 
     @property
     def contiguous_rows(self) -> bool:
-        """Whether this is an array in memory that a device could copy, as far as its rows are concerned."""
+        """Whether this is an array in memory whose rows are so contiguous that a device could copy them."""
         return False
 
     @property
@@ -141,7 +141,7 @@ class Layout:
         return 1, 1
 
     def changed(self, **values: Any) -> "Layout":
-        """Return the layout with other values of the fields that its kind has. It ignores the others."""
+        """Return the layout with these values for its fields. Values for fields that it lacks are ignored."""
         own = {each.name for each in fields(self)}
         return replace(self, **{name: value for name, value in values.items() if name in own})
 
@@ -156,7 +156,8 @@ class Layout:
     def computed(self, scratch: int, resident: int) -> "Layout":
         """Return the layout of a view whose elements are computed when they are read.
 
-        That takes `scratch` bytes of host memory per thread, and `resident` bytes during the whole run.
+        Computing them takes `scratch` bytes of host memory per thread, and `resident` bytes for the whole
+        run.
         """
         return replace(
             self,
@@ -256,7 +257,7 @@ class Chunked(Layout):
         return extent * self.itemsize / segments if segments else inf
 
     def line_scratch(self, panel: Shape) -> int:
-        """Return 0 if panels consist of whole lines of chunks, and these are not short."""
+        """Return 0 if panels consist of whole lines of chunks, and these lines are not short."""
         short = self.read_chunk[self.contiguous] * self.itemsize < SHORT_LINE
         return self.scratch_bytes if short or self.segment_bytes(panel) < inf else 0
 
@@ -421,7 +422,7 @@ class Layouts:
     def with_requests(self, wanted: Mapping[str, int], host: int, *, reads_c: bool) -> "Layouts":
         """Return the layouts with the numbers of requests in flight that a run has.
 
-        `wanted` are those that the user chose, by operand. The others are those that the stores want.
+        `wanted` has the numbers that the user chose, by operand. Other operands keep those of their stores.
         Requests take at most a quarter of the host budget, `host` bytes, unless one per operand takes more.
         """
         layouts = {
@@ -445,7 +446,7 @@ class Layouts:
         return {operand for operand, layout in self.by_operand.items() if layout.in_place}
 
     def decoded(self, operand: str, coding: Coding) -> "Layouts":
-        """Return the layouts where a GPU decodes "A" or "B". It then counts as being in the page cache."""
+        """Return the layouts where a GPU decodes "A" or "B", which then counts as being in the page cache."""
         if operand == "A":
             return replace(self, a=self.a.changed(page_cached=True), codings=replace(self.codings, a=coding))
         return replace(self, b=self.b.changed(page_cached=True), codings=replace(self.codings, b=coding))
@@ -456,9 +457,9 @@ class Layouts:
         return replace(self, c=c, codings=replace(self.codings, c=coding))
 
     def cached_as(self, a: bool, b: bool) -> "Layouts":
-        """Return the layouts with A and B in the page cache, or not, as when a run was planned.
+        """Return the layouts with A and B in the page cache, or not, as they were when a run was planned.
 
-        The slots of its plan depend on that. If an operand does not count as cached, the host decodes it.
+        The slots of the plan depend on this. If an operand does not count as cached, the host decodes it.
         """
         codings = replace(self.codings, a=self.codings.a if a else None, b=self.codings.b if b else None)
         return replace(
@@ -511,7 +512,7 @@ class Route:
         return 0
 
     def read_scratch(self, panel: Shape | None) -> int:
-        """Return the host memory that a reader thread needs; without that for parts of lines if None."""
+        """Return the host bytes that a reader thread needs; those for parts of lines only with `panel`."""
         return 0
 
     def read_rate(self, machine: MachineModel, whole: Shape, block: Shape) -> float:

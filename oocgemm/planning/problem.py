@@ -78,7 +78,7 @@ class Operand:
     """A or B as the product multiplies it: op(X) of elements of `dtype`.
 
     `elements` are the steps that are left to do when panels are in slots. If `stored` is not empty, panels
-    have this dtype until the device expands them: it does these steps just before they are multiplied.
+    have this dtype until the device expands them: it does these steps just before it multiplies the panels.
     Deferred steps correct C instead.
 
     Class attributes, which say what B demands of the product:
@@ -101,7 +101,7 @@ class Operand:
         return 0
 
     def factor_elements(self, m: int, n: int) -> int:
-        """Count the elements of the matrix on the device from which panels of B are made, of an m x n C."""
+        """Count the elements of the device's matrix from which panels of B are made, if C is m x n."""
         return 0
 
     def flops(self, product: int, n: int) -> int:
@@ -123,7 +123,7 @@ class Operand:
         return tuple(step for step in self.elements if not step.is_deferred) if self.stored else ()
 
     def with_numbers_in_panels(self) -> Self:
-        """Return the operand with the numbers that are not given found by the device, in panels."""
+        """Return the operand for which the device finds in panels the numbers that are not given."""
         found = (replace(step, source=IN_PANEL) if step.rule else step for step in self.elements)
         return replace(self, elements=tuple(found))
 
@@ -148,7 +148,7 @@ def same(operand: Operand) -> Same:
 
 @dataclass(frozen=True)
 class Updated(Operand):
-    """Two products are computed for each panel, by one read of op(A): ``C = op(A) @ (B + op(A)^H Q)``.
+    """Two products are computed for each panel, with one read of op(A): ``C = op(A) @ (B + op(A)^H Q)``.
 
     The product of the adjoint of a panel of op(A) and a matrix Q, m x `columns`, is added to the first
     columns of the panel of B before it is multiplied. Q stays on the device. Its rows are as long as those
@@ -403,9 +403,9 @@ class GemmProblem:
 
     @property
     def halves_diagonal(self) -> bool:
-        """Whether the host's BLAS computes one triangle of the squares on C's diagonal, where B is A^T.
+        """Whether the host's BLAS computes only one triangle of squares on C's diagonal, because B is A^T.
 
-        The other one is mirrored before the strip is written. Nothing else may use the strip before.
+        The other triangle is mirrored before the strip is written. Nothing else may use the strip earlier.
         """
         real = self.acc_dtype in ("float32", "float64")
         same = self.b.shares and self.cover.halves

@@ -63,7 +63,7 @@ SELECTED = {"float32": "void64", "float64": "void128", "int32": "void128"}
 # Values of `Sink.merge`.
 DISJOINT, EXACT, ORDERED = "disjoint", "exact", "ordered"
 
-# Of the elements of C, plans assume that one in SPARSE is kept if those at or above a threshold are.
+# If the elements at or above a threshold are kept, plans assume that these are one in SPARSE elements of C.
 SPARSE = 64
 
 
@@ -72,8 +72,7 @@ class Sink:
     """What becomes of finished tiles. `dtype` is that of the elements which are stored.
 
     The steps of the `epilogue` change each element of C before it is stored, selected or used in another way.
-    A sink that is not `Stored` leaves C as ``op(A) @ op(B)``, so that alpha =
-    1 and beta = 0.
+    For a sink that is not `Stored`, C is ``op(A) @ op(B)``: alpha = 1 and beta = 0.
 
     Class attributes, as they are for a sink that does not store C:
 
@@ -84,15 +83,15 @@ class Sink:
       most the number of elements of C.
     - `scaled`: whether row i and column j of C are first multiplied by s[i] and s[j], for a vector s, and
       clipped to [-1, 1].
-    - `one_in`: of how many elements of a strip one is stored, if its elements are. It is an estimate if their
-      number depends on the elements.
+    - `one_in`: one of this many elements of a strip is stored, if elements of C are. It is an estimate if the
+      number of stored elements depends on their values.
     - `begins_with_zeros`: whether the array in which results are stored needs zeros before the run.
     - `merge`: how the results of different tiles become one, if different devices or workers compute them:
 
         - `DISJOINT`: each tile has its own part of the result.
-        - `EXACT`: what is kept of different tiles is merged, in any order and grouping with the same bits.
-        - `ORDERED`: it is added, and rounded. So one device computes all tiles of a tile row, in ascending
-          order of their columns. Then bits do not depend on the number of devices.
+        - `EXACT`: the results of tiles are merged. Any order and grouping gives the same bits.
+        - `ORDERED`: the results of tiles are added, and rounded. So one device computes all tiles of a tile
+          row, in ascending order of their columns. Then bits do not depend on the number of devices.
     """
 
     dtype: str
@@ -141,7 +140,7 @@ class Sink:
     def searched(self, elements: int, *, twice: bool) -> int:
         """Count the elements of the accumulator that a Finish searches, of a strip with `elements` elements.
 
-        With `twice`, those of a triangle are also elements of the rows with the numbers of their columns.
+        With `twice`, elements of a triangle are also elements of the rows with the numbers of their columns.
         """
         return elements
 
@@ -219,7 +218,7 @@ class AtLeast(Selected):
 
 @dataclass(frozen=True)
 class Reduced(Sink):
-    """Of each row of C one number: the sum, the sum of squares or the largest of its elements.
+    """One number is stored per row of C: the sum, the sum of squares or the maximum of its elements.
 
     `reduction` is one of `REDUCTIONS`.
     """

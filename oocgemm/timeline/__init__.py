@@ -1,6 +1,6 @@
 """Timelines, which record when each operation of a run started and ended, and figures computed from them.
 
-A run only records. What computes figures is imported at its first use.
+A run only records spans. The modules that compute figures are imported at their first use.
 """
 
 from importlib import import_module

@@ -133,8 +133,8 @@ def verdict(shares: Mapping[str, float]) -> Verdict:
 def finish_cause(*, selects: bool) -> str:
     """Return the cause of exposed time while a Finish ran.
 
-    If the run `selects` or reduces elements of a tile and does not store C, that is what a Finish does.
-    Otherwise the next tile waits for its accumulator.
+    If the run does not store C (`selects`), a Finish selects or reduces the elements of a tile. Otherwise the
+    next tile waits for its accumulator.
     """
     return "select" if selects else "accumulator"
 
@@ -168,18 +168,18 @@ def exposed_intervals(
 ) -> list[Wait]:
     """Return the exposed time from `since` to `wall` as intervals (start, end, cause) in order.
 
-    It is that of one device if `device` is given. `spans` has the operations of all devices, since a device
-    may wait for an operation of another one.
+    If `device` is given, the exposed time is that of this device. `spans` has the operations of all devices,
+    since a device may wait for an operation of another one.
 
-    Why a Multiply started late is found by going back in time. Of the operations that the Multiply waited
+    Why a Multiply started late is found by going back in time. Among the operations that the Multiply waited
     for, the last one to end delayed it. The operation that delayed that one is found in the same way, and
     so on. While one of these operations ran, its lane is the cause. For an operation on ``d2h`` the cause is
     ``accumulator``: the Multiply waited for a free accumulator. For a Finish it is `finish`, which is
     ``select`` if C is not stored (`finish_cause`).
 
-    While none of them ran, the stream of the one that started next may have run other operations at the same
-    time, such as copies of other blocks. Then its lane is the cause. Otherwise it is ``start-up`` before the
-    first Multiply, and ``issue`` later. After the last Multiply, it is ``tail``.
+    While none of these operations ran, the stream of the one that started next may have run other operations,
+    such as copies of other blocks. Then the lane of that stream is the cause. Otherwise the cause is
+    ``start-up`` before the first Multiply, and ``issue`` later. After the last Multiply, it is ``tail``.
     """
     by_id = {s.id: s for s in spans}
     streams = spans_by_stream(spans)
@@ -386,7 +386,7 @@ def is_distributed(timeline: Timeline) -> bool:
 
 
 def kernels_of(timeline: Timeline, units: Iterable[Unit]) -> list[Unit]:
-    """Return those of the units that do not share their processor with an earlier one.
+    """Return the units that do not share their processor with an earlier unit.
 
     On the host backend, all units of one host share its cores. Two devices of one process share a GPU if the
     header describes them with the same ``number``.

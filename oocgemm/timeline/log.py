@@ -77,8 +77,8 @@ class WorkerLog:
     """Where the timeline log of an attempt is, and how its clock relates to that of the coordinator.
 
     `offset_ns` is the wall clock of the worker minus that of the coordinator, in nanoseconds, and `error_ns`
-    its maximum error. `part` and `attempt` are numbers. `lost` is set if the process died or failed: of its
-    work, only the tiles that it had finished count.
+    its maximum error. `part` and `attempt` are numbers. `lost` is set if the process died or failed. Then
+    only the tiles that it had finished count.
     """
 
     worker: str
@@ -259,7 +259,7 @@ def read_log(path: str | os.PathLike[str]) -> Timeline:
 
 @contextmanager
 def damage(*paths: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise `InputError` for what a damaged log makes fail in the `with` block: reading it, or its report.
+    """Raise `InputError` if the `with` block, which reads logs or reports on them, fails on a damaged log.
 
     A header has hundreds of fields, and any may be missing or have another type. `paths` are the logs.
     """
@@ -319,7 +319,7 @@ def _parse(lines: Iterable[str]) -> Timeline:
 
 
 def _values(lines: Iterable[str]) -> Iterator[Any]:
-    """Yield the JSON value of each line. A last line that was not written completely is left out."""
+    """Yield the JSON value of each line. If the last line was not written completely, it is left out."""
     for line in lines:
         try:
             value = json.loads(line)
@@ -331,7 +331,7 @@ def _values(lines: Iterable[str]) -> Iterator[Any]:
 
 
 def _common(part: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the values of the fields in `COMMON` from their line. Raises an error if it is damaged."""
+    """Return the values of the fields in `COMMON` from their line. Raises an error if the line is damaged."""
     *texts, device, worker = found = tuple(part[name] for name in COMMON)
     if not all(isinstance(text, str) for text in texts) or not (_is_count(device) and _is_count(worker)):
         raise ValueError(f"{part} is damaged")
@@ -340,7 +340,7 @@ def _common(part: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
-    """Return the span that a row stores. Raises an error if it is damaged."""
+    """Return the span that a row stores. Raises an error if the row is damaged."""
     *counts, back = row
     number, which, i, j, step, start, length, size, flops = counts
     if not all(map(_is_count, counts)) or not all(_is_count(b) and 0 < b <= number for b in back):
@@ -385,7 +385,7 @@ def _check(header: Mapping[str, Any]) -> None:
 
 
 def _is_problem(problem: object) -> bool:
-    """Return whether those extents and dtypes of a plan's problem that exist have the right types."""
+    """Return whether the extents and dtypes of a plan's problem have the right types. Any may be missing."""
     if not isinstance(problem, dict):
         return False
     names = [problem.get(f"{x}_dtype", "") for x in ("a", "b", "acc", "c")] + [problem.get("compute", "")]
@@ -393,7 +393,7 @@ def _is_problem(problem: object) -> bool:
 
 
 def _has_kernels(model: object) -> bool:
-    """Return whether a plan's machine model has objects with the rates of kernels, if any, and numbers."""
+    """Return whether the kernels of a plan's machine model, if there are any, are objects."""
     kernels = model.get("kernels", {}) if isinstance(model, dict) else None
     return isinstance(kernels, dict) and all(isinstance(kernel, dict) for kernel in kernels.values())
 
@@ -454,7 +454,7 @@ def merge(log: Recorder, attempts: Iterable[WorkerLog]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Read:
-    """What `merge` keeps of an attempt's log after it has added the spans.
+    """The data that `merge` keeps of an attempt's log after it has added the spans.
 
     `worked` are the tiles that the attempt worked on. `finished` maps each tile that it finished to the time
     at which the last Write ended.
@@ -506,8 +506,8 @@ def _first_tile_row(timeline: Timeline) -> int:
 def _finished(timeline: Timeline) -> dict[tuple[int, int], int]:
     """Return the tiles that an attempt finished, each with the end of its last Write.
 
-    If the process has ended normally, these are all its tiles. Otherwise, they are those whose bytes have all
-    been written.
+    If the process has ended normally, it finished all its tiles. Otherwise, it finished the tiles whose bytes
+    have all been written.
     """
     ends: defaultdict[tuple[int, int], int] = defaultdict(int)
     left: dict[tuple[int, int], int] = {}

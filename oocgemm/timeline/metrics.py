@@ -323,7 +323,8 @@ def report(
 ) -> Report:
     """Compute the figures of a run from its timeline, or from the path of its log.
 
-    If the numbers of a device or a worker are given, only operations on them are counted. Both count from 0.
+    If the number of a device or of a worker is given, only operations on this device or worker are counted.
+    Both numbers count from 0.
 
     Raises `InputError` if the log cannot be read.
     """
@@ -368,7 +369,7 @@ def report(
 def same_product(timelines: Sequence[Timeline]) -> bool:
     """Return whether all runs computed products of the same extents and dtypes.
 
-    Timelines without a plan do not describe their product. They are ignored.
+    Timelines without a plan are ignored, because they do not describe their product.
     """
     problems = [timeline.header.get("plan", {}).get("problem") for timeline in timelines]
     names = ("m", "n", "k", "a_dtype", "b_dtype", "c_dtype")
@@ -476,7 +477,7 @@ def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
 def in_place(timeline: Timeline) -> str:
     """Return a text that counts the panels and strips that the device copied from or to the caller's arrays.
 
-    It is empty if there are none. Such arrays are pinned, and their blocks need no buffers on the host.
+    The text is empty if there are none. Such arrays are pinned, and their blocks need no buffers on the host.
     """
     direct = timeline.header.get("plan", {}).get("direct", "")
     counts = []

@@ -18,7 +18,7 @@ MIN_CPU_WALL = 0.5
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals, as disjoint intervals in ascending order. Empty ones are left out.
+    """Return the union of intervals, as disjoint intervals in ascending order. Empty intervals are left out.
 
     >>> union([(5, 7), (0, 3), (2, 4), (9, 9)])
     [(0, 4), (5, 7)]

@@ -197,11 +197,11 @@ def required_bytes(
 ) -> dict[str, int]:
     """Return the bytes over each link if every element that is needed for a part of C crosses it once.
 
-    The operands in `in_place` cross none: they are multiplied where they are.
+    The operands in `in_place` cross no link: they are multiplied where they are.
     """
     part = part or whole(problem)
     sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
-    # How many elements of a sparse C are kept is not known.
+    # If the number of elements that the sink keeps is only known after the run, it counts as 0.
     c_bytes = 0 if problem.sink.bounded else problem.sink.count(part.rows, part.elements) * sizes["C"]
     up = (
         part.rows * problem.depth * sizes["A"]
@@ -251,7 +251,7 @@ def _panel_bytes(problem: GemmProblem, share: WorkerShare) -> float:
 
 
 def _streaming_bytes(problem: GemmProblem, share: WorkerShare) -> float:
-    """Return the bytes that a worker reads at least because its memory is small; negative if it is not."""
+    """Return the least bytes that a worker reads because its memory is small; negative if it is large."""
     narrowest = min(problem.itemsizes.values())
     memory = max(1, share.memory // narrowest)
     elements = 2 * share.products / sqrt(memory) - 2 * memory

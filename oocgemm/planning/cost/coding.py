@@ -25,10 +25,10 @@ PAGE = 4096
 
 # Decoding.
 
-# Lanes, decoded bytes of a batch, and the least of both to which little memory reduces them.
+# Number of lanes, and decoded bytes of a batch. If memory is scarce, there are fewer, down to the minima.
 LANES, DECODED_BATCH = 8, 128 << 20
 MIN_LANES, MIN_DECODED_BATCH = 2, 16 << 20
-# All lanes together take at most this part of the budgets.
+# All lanes together take at most 1 / DECODING_SHARE of each budget.
 DECODING_SHARE = 4
 # Room for compressed chunks, relative to what they are expected to take. Batches that need more are halved.
 FRAMES_MARGIN = 1.5
@@ -37,20 +37,20 @@ FRAMES_MARGIN = 1.5
 TEMPORARY = 3.6
 # Minimum mean decoded bytes of a stream. The tables of streams are sized for streams of this length.
 MIN_CONTENT = 2 << 10
-# Bytes of the tables per stream, and besides per lane: the tables of chunks.
+# Bytes of a lane's tables: per stream, and for the tables of chunks.
 STREAM_BYTES, TABLE_BYTES = 56, 1 << 20
-# Rates of a GPU by compressor, in decoded bytes per second: per stream, and at most. During products, an H100
-# with 16 cores decoded float64 at 64 GB/s from blosc-zstd, at 17 from zstd in chunks of 1 MiB, and at 31 from
-# blosc-lz4, and int8 with bitshuffle at 28.
+# Rates of a GPU by compressor, in decoded bytes per second: of one stream, and of all at most. During
+# products, an H100 with 16 cores decoded float64 at 64 GB/s from blosc-zstd, at 17 from zstd in chunks of 1
+# MiB, and at 31 from blosc-lz4, and int8 with bitshuffle at 28.
 DECODING_RATES = {"zstd": (15e6, 40e9), "lz4": (4e6, 30e9)}
 # Maximum number of stored bytes that are decoded per second. On the same machine, float32 of which 3/4
 # remained was decoded at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
 STORED_RATE = 12e9
-# Panels that are decoded at the same time, and device slots for panels of an operand. On an H200's host with
+# Number of panels that are decoded at the same time, and of an operand's device slots. On an H200's host with
 # 16 cores, products of float64 from blosc-zstd took at least 10% longer with 4 or 8.
 PANELS = 6
-# The GPU decodes an operand if it is predicted to be faster than the host by this factor, and besides by so
-# many seconds, which it takes to pin memory.
+# The GPU decodes an operand if it is predicted to be faster than the host by the factor MARGIN, and to save
+# START_SECONDS, the seconds that it takes to pin memory.
 MARGIN, START_SECONDS = 1.3, 0.3
 
 # Encoding.
@@ -58,7 +58,8 @@ MARGIN, START_SECONDS = 1.3, 0.3
 # Maximum bytes of a zstd stream, and maximum and minimum bytes of a stream in a blosc frame. A frame has one
 # stream per byte of an element.
 ZSTD_STREAM, BLOSC_STREAM, MIN_STREAM = 64 << 10, 32 << 10, 4 << 10
-# Bytes of elements that the kernels shuffle, and bytes of a chunk, which they count in 32 bits.
+# Sizes of elements that the kernels can shuffle, and minimum and maximum bytes of a chunk. The kernels count
+# bytes in 32 bits.
 ITEM_BYTES, MIN_CHUNK, MAX_CHUNK = (1, 2, 4, 8, 16), 128 << 10, 1 << 30
 # The number of each compressor in the header of a blosc frame; 0 for zstd without blosc.
 COMPRESSORS = {"zstd": 0, "blosc-lz4": 1, "blosc-zstd": 4}
@@ -68,9 +69,9 @@ SLACK, ALIGNMENT, FIXED = 512, 16, 256
 # A frame is at most HEADER bytes longer than its elements, and one of zstd by BLOCK_HEADER more per stream. A
 # checksum may follow.
 HEADER, BLOCK_HEADER, CHECKSUM = 16, 3, 4
-# Bytes of the elements of a batch. Its memory takes at most this part of the device budget.
+# Bytes of the elements of a batch. The memory of a batch takes at most 1 / SHARE of the device budget.
 BATCH, SHARE = 128 << 20, 8
-# A smaller C is compressed by the host.
+# Minimum bytes of a C that the GPU compresses. The host compresses a smaller C.
 MIN_BYTES = 64 << 20
 
 
@@ -112,7 +113,7 @@ class DecodingShape:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all lanes in pinned host memory, and scratch memory for a chunk that the host decodes."""
+        """Bytes of all lanes in pinned host memory, plus the scratch memory to decode a chunk on the host."""
         return self.lanes * (self.frames + self.tables) + self.batch
 
 
@@ -150,7 +151,7 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
 def decoding_rate(setting: Setting, coding: Coding, size: int) -> float:
     """Return the decoded bytes per second at which a GPU decodes an operand of this size.
 
-    The result is 0 if the budgets are too small for that.
+    The result is 0 if the budgets are too small for decoding.
     """
     shape = decoding_shape(setting)
     if shape is None:
@@ -161,9 +162,9 @@ def decoding_rate(setting: Setting, coding: Coding, size: int) -> float:
 
 
 def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
-    """Return the layouts of a setting, with how a GPU shall decode the operands for which that pays.
+    """Return the layouts of a setting, with the codings of the operands that a GPU should decode.
 
-    `codings` are those of the operands that it could decode.
+    `codings` has the operands that it could decode. It should decode those for which this saves time.
     """
     layouts, problem, machine = setting.layouts, setting.problem, setting.machine
     if machine.unified or problem.checked:  # the host computes digests of what it has read
@@ -176,7 +177,7 @@ def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
         rate = min(decoding_rate(tried, coding, size), machine.h2d / coding.stored_share)
         if rate >= MARGIN * machine.decode and size / machine.decode >= START_SECONDS + size / rate:
             found = found.decoded(operand, coding)
-    # With both, the lanes may be larger, and not fit any more.
+    # If the GPU decodes both operands, the lanes may be larger, and may not fit any more.
     return found if decoding_shape(replace(setting, layouts=found)) or found is layouts else layouts
 
 
@@ -187,10 +188,10 @@ def describe(layouts: Layouts, operands: Iterable[str] = "AB") -> str:
 
 
 class Division(NamedTuple):
-    """How a chunk of `chunk` bytes, whose elements have `item`, is divided into streams.
+    """How a chunk of `chunk` bytes, whose elements have `item` bytes, is divided into streams.
 
     `compressor` is a number in `COMPRESSORS`. There are `streams` streams of `length` bytes; the last one may
-    be shorter. In frames of blosc, a block of `block` bytes has one per byte of an element.
+    be shorter. In frames of blosc, a block of `block` bytes has one stream per byte of an element.
     """
 
     compressor: int
@@ -272,7 +273,7 @@ def encoding_bytes(setting: Setting) -> int:
 
 
 def with_encoding(setting: Setting, codec: str) -> Layouts:
-    """Return the layouts of a setting, with how a GPU shall encode C, if that pays.
+    """Return the layouts of a setting. In them, a GPU encodes C if it can, and if C is large enough.
 
     `codec` is how chunks of C are compressed; "" if a GPU could not encode them.
     """
@@ -290,13 +291,13 @@ def with_encoding(setting: Setting, codec: str) -> Layouts:
 
 
 def _max_chunk(setting: Setting) -> int:
-    """Return the maximum bytes of a chunk of C. The planner chooses those of a new C for each tile shape."""
+    """Return the maximum bytes of a chunk of C. For a new C, the planner chooses chunks per tile shape."""
     c = setting.layouts.c
     return 2 * NEW_CHUNK_BYTES if c.writing.free else prod(c.writing.chunk) * setting.problem.itemsizes["C"]
 
 
 def _work_bytes(codec: str, chunk: int) -> int:
-    """Return the bytes of memory for a batch, of chunks of any shape with at most `chunk` bytes."""
+    """Return the bytes of memory for a batch of chunks of any shape, each of at most `chunk` bytes."""
     length = MIN_STREAM if COMPRESSORS[codec] else ZSTD_STREAM
     batch = max(BATCH, chunk)
     per_stream = 3 * (length + SLACK + ALIGNMENT) + 4 + 8 + 8

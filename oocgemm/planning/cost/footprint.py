@@ -36,8 +36,8 @@ HOST_ALIGNMENT = 4096
 # MIN_FINISH_PIECE and FINISH_PIECE elements, as the workspace permits, and needs FINISH_ARRAYS temporary
 # arrays of its length.
 FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
-# Maximum bytes of the parts of a strip that are written again as mirrored ones, or of which old elements are
-# read, unless a chunk is larger.
+# Maximum bytes of a part of a strip that is mirrored, or whose old elements are read, unless a chunk is
+# larger.
 MIRRORED_BYTES = 4 << 20
 
 # The ring.
@@ -46,19 +46,19 @@ MIRRORED_BYTES = 4 << 20
 # the last ones of a block keep fewer threads busy. With smaller ones, Python takes longer to issue the copy
 # of a piece than the link takes to copy it.
 PIECE = 8 << 20
-# A block is cut into one piece per thread, but not into smaller pieces than this many bytes. Other blocks, if
-# some are being copied, give the threads enough to do: pieces are larger then.
+# Minimum bytes of a piece. A block is cut into one piece per thread, unless pieces would be smaller. Pieces
+# have at least MIN_BUSY_PIECE bytes while other blocks are being copied, which keep the threads busy.
 MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
-# The same for threads that run compiled code, to which pieces cost no time under the GIL. The link copies
-# slowly to buffers that are in the caches of cores: with two of 512 KiB for each of 12 threads, downloads ran
-# at 15 GB/s on an H100, with two of 4 MiB at 49 GB/s.
+# Minimum and maximum for threads that run compiled code, whose pieces take no time under the GIL. The link
+# copies slowly to buffers that are in the caches of cores: with two of 512 KiB for each of 12 threads,
+# downloads ran at 15 GB/s on an H100, with two of 4 MiB at 49 GB/s.
 MIN_COMPILED_PIECE, MAX_COMPILED_PIECE = 256 << 10, 4 << 20
 # Pieces of files have at least this many bytes: to open a file takes as long as to copy some 50 KiB.
 MIN_STORED_PIECE = 512 << 10
-# Maximum number of such threads if all blocks are in memory. More of them only wait for the driver's lock.
+# Maximum number of these threads if all blocks are in memory. More would only wait for the driver's lock.
 # From the page cache, 8 threads of the host of an H100 read 33 to 45 GB/s, and 12 threads 44 to 68 GB/s.
 COMPILED_LANES = 8
-# Buffers have at least this many bytes, and a multiple of them: a page.
+# The size of a buffer is a multiple of this many bytes, a page.
 PAGE = 4096
 # Buffers per thread: one is filled while the other one is copied.
 BUFFERS = 2
@@ -71,7 +71,7 @@ class Candidate:
     """One way to run a problem. The planner chooses among candidates.
 
     `ends` is the number of tiles that the run computes last, at the same time: one per device. The last steps
-    of these run strip by strip. A resumed run computes the same tiles so, whatever devices it has.
+    of these tiles run strip by strip. A resumed run does this for the same tiles, on any number of devices.
     """
 
     tile: TileShape
@@ -109,7 +109,7 @@ def slot_bytes(
 ) -> dict[tuple[str, str], int]:
     """Return the bytes of one buffer by (tier, operand): the data and the checksums behind them, aligned.
 
-    `frames` are those of a host slot for a strip of C that the GPU encodes (`slot_frames`), or 0.
+    `frames` are the bytes of a host slot for a strip of C that the GPU encodes (`slot_frames`), or 0.
     """
     sizes = payload_bytes(problem, tile, strip)
     sizes["host", "C"] = frames or sizes["host", "C"]
@@ -144,7 +144,7 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
 
 
 def finished_bytes(problem: GemmProblem, strip: int, n: int) -> int:
-    """Return the bytes of a slot for a finished strip of `strip` rows and n columns, or for what is kept."""
+    """Return the bytes of a slot for a finished strip of `strip` x n elements, or for elements kept of C."""
     if problem.sink.bounded:
         return found_layout(problem, strip, n).end
     elements = problem.m * problem.sink.per_row if problem.sink.per_row else strip * n
@@ -152,7 +152,7 @@ def finished_bytes(problem: GemmProblem, strip: int, n: int) -> int:
 
 
 def line_bytes(problem: GemmProblem) -> int:
-    """Return the bytes on a device of the numbers of rows and columns of C, and of what is kept of rows."""
+    """Return the device bytes of the numbers per row and column of C, and of the elements kept of rows."""
     kept = finished_bytes(problem, 1, 1) if problem.sink.per_row else 0
     return (
         kept
@@ -168,8 +168,8 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
 
     `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If `tile`
     is given, the result also includes memory to read and write parts of lines (runs of contiguous elements).
-    The threads of the ring read such parts of the operands that they stream. What arrays occupy besides, such
-    as the means of columns, is included, as is the memory of requests to object stores.
+    The threads of the ring read such parts of the operands that they stream. The result also includes other
+    memory of arrays, such as the means of columns, and the memory of requests to object stores.
     """
     layouts, ring = setting.layouts, ring_shape(setting)
     sources = "ABC" if setting.problem.reads_c else "AB"
@@ -231,7 +231,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "scratch": scratch_bytes(setting, candidate.io_threads, tile),
         "ring": devices * ring.bytes if ring is not None else 0,
         "decode": decoding.host_bytes if decoding is not None else 0,
-        # Of a strip, its diagonal block.
+        # The old elements of the diagonal blocks of all strips.
         "outside": problem.m * slots.strip * problem.itemsizes["C"] if setting.restores_outside else 0,
         "checks": host_check_bytes(problem, tile, everywhere, candidate.io_threads),
         "reserve": machine.host_reserve,
@@ -273,7 +273,7 @@ def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
 class RingShape:
     """`lanes` threads, of which one belongs to the run, copy blocks.
 
-    A buffer has `piece` bytes, and those for marks. Compiled threads divide the memory of a lane otherwise.
+    A buffer has `piece` bytes for data, and MARKS bytes. Compiled threads divide a lane's memory differently.
     """
 
     lanes: int
@@ -290,7 +290,7 @@ def ring_shape(setting: Setting) -> RingShape | None:
     """Choose the shape of the ring of each device; None if no operand is copied through it.
 
     All rings together take at most a quarter of the host budget, unless that is below 34 KiB per device. If
-    the device transposes strips, a ring takes at most a quarter of its budget, too.
+    the device transposes strips, a ring takes at most a quarter of the device budget, too.
     """
     machine, devices = setting.machine, setting.devices
     copied = [route.layout for route in setting.routes.values() if route.rings]

@@ -1,7 +1,7 @@
-"""Estimate how many panels find their slots full, and how many bytes of panels a candidate loads.
+"""Estimate how many panels are in slots before a tile needs them, and how many bytes a candidate loads.
 
-`Schedule.loads` counts them exactly, one panel after the other. These estimates are for the clock and the
-search, which cannot count, and for runs of so many steps that counting would take too long.
+`Schedule.loads` counts these bytes exactly, one panel after the other. These estimates are for the clock and
+the search, which cannot count, and for runs of so many steps that counting would take too long.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,15 @@ from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.traversal import NEVER, Traversal
 from oocgemm.planning.tiling import Tile, TileGrid, ceil_div
 
-# Of longer lists of tiles of a square cover, as many from the middle are looked at.
+# Maximum number of tiles of a square cover that are examined. They are taken from the middle of a longer
+# list.
 MAX_TILES = 256
 
 
 def cached(slots: int, between: int, steps: int) -> int:
-    """Count the panels of a tile that are in slots, if `between` panels lie between two tiles that use them.
+    """Count the panels of a tile that are still in slots if `between` other panels were used since.
 
-    The tile goes through its panels in the opposite order to the tile before it.
+    The tile goes through its panels in the opposite order to the tile that used them before.
 
     >>> cached(10, 0, 4), cached(10, 8, 4), cached(10, 12, 4)
     (4, 2, 0)
@@ -34,8 +35,8 @@ def cached_of_lines(tiles: Sequence[Tile], steps: int, slots: int) -> list[tuple
     """Estimate how many panels of the row and of the column of each tile are in slots before the tile.
 
     A line, which is a tile row and the column with its number, has one panel per step. The `slots` keep
-    panels of the lines that are used next (Belady). Unless they have room for all, two are for panels that
-    pass through. Compared with `Placing`, which places panel by panel, lines are kept and evicted tile by
+    panels of the lines that are used next (Belady). Unless they have room for all panels, two slots are for
+    panels that pass through. `Placing` places panel by panel, but here, lines are kept and evicted tile by
     tile.
 
     >>> cached_of_lines([(0, 0), (1, 0), (1, 1), (2, 1), (2, 0), (2, 2)], 3, 8)
@@ -60,7 +61,7 @@ def cached_of_lines(tiles: Sequence[Tile], steps: int, slots: int) -> list[tuple
         while total > room:
             use, line = furthest[0]
             if next_use.get(line) != -use:
-                heappop(furthest)  # the line has been used since, or is gone
+                heappop(furthest)  # the line has been used since this entry, or has been evicted
                 continue
             dropped = min(kept[line], total - room)
             total -= dropped

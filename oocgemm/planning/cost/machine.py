@@ -1,8 +1,8 @@
 """The machine model: rates of multiplications, links and storage, and properties of GPUs.
 
 `default_model` returns rates that were measured on reference machines. A calibration
-(`oocgemm.planning.cost.calibration`) replaces the rates that it measured on the user's machine: lines are
-fitted to them here, and rates are rejected that no link can reach, or that differ much from the line.
+(`oocgemm.planning.cost.calibration`) replaces the rates that it measured on the user's machine. Here, lines
+are fitted to measured rates. Rates that no link can reach, or that differ much from the line, are rejected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ class KernelRate:
         >>> KernelRate.fitted({64: 50.0, 192: 75.0})
         KernelRate(peak=100.0, half_depth=64.0)
         """
-        # The peak is limited to 4 times the largest measured rate, which noise could otherwise exceed by far.
+        # The peak is at most 4 times the largest measured rate. Otherwise, noise could make it far too large.
         min_intercept = 0.25 / max(rates.values())
         inverse, slope = fit_line([(1 / k, 1 / rate) for k, rate in rates.items()], min_intercept)
         return cls(float(f"{1 / inverse:.6g}"), float(f"{slope / inverse:.6g}"))
@@ -181,7 +181,7 @@ class MachineModel:
         return self.copy_threads_of(1)
 
     def copy_threads_of(self, devices: int) -> int:
-        """Return the number of these threads that each of several devices has."""
+        """Return the number of threads that copy for each of several devices, in each direction."""
         return max(1, min(MAX_COPY_THREADS, self.cores * 3 // 4 // devices))
 
     def multiply_seconds(self, rate: str, flops: float, m: int, n: int, k: int) -> float:
@@ -216,8 +216,8 @@ class MachineModel:
     def strip_rows(self, wanted: int, width: int) -> int:
         """Choose the number of rows of a strip, the part of a tile of C that is downloaded at once.
 
-        Of the numbers between `wanted` and 1.25 `wanted`, choose the one whose thread blocks best fill the
-        last wave (one block on each multiprocessor of the GPU).
+        Among the numbers between `wanted` and 1.25 `wanted`, this is the one whose thread blocks best fill
+        the last wave (one block on each multiprocessor of the GPU).
         """
         across, fewest = max(1, ceil_div(width, STRIP_BLOCK)), ceil_div(wanted, STRIP_BLOCK)
         counts = range(fewest, fewest + min(fewest // 4, MAX_STRIP_BLOCKS) + 1)
@@ -230,7 +230,7 @@ class MachineModel:
 def default_model(backend: str, cores: int, compiled: bool = False) -> MachineModel:
     """Return the uncalibrated model of a backend: an H200 on PCIe 5 for "cuda", AVX-512 cores for "host".
 
-    `compiled` is that field of the model.
+    `compiled` is the field `MachineModel.compiled`.
     """
     if backend == "cuda":
         return MachineModel(

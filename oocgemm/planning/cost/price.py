@@ -33,7 +33,7 @@ WIDE = 128 << 10
 # Bytes per second at which an H200 copies int8 panels into the layout that cuBLAS requires. The rate of the
 # kernel includes one such copy per step, of a tile of PACKED_ROWS rows.
 PACKING, PACKED_ROWS = 9e11, 8192
-# An int8 product of so many rows takes twice the time per row of one with many rows. On the same GPU, tiles
+# An int8 product of this many rows takes twice as long per row as one of many rows. On the same GPU, tiles
 # of 256, 1024 and 4000 rows, 8000 columns and 120000 products per element took 1.7, 2.9 and 6.4 ms.
 NARROW_ROWS = 250
 # A C of float64 is summed by a kernel of its own, which takes so many times as long as sums in int32.
@@ -63,7 +63,7 @@ class Prices:
         multiplying = self.product(problem.flops, max(1, m), max(1, n), max(1, k))
         up = k * (m * sizes["A"] + n * sizes["B"]) / machine.h2d
         copying = max(up, m * n * sizes["C"] / machine.d2h)
-        # BLAS computes one triangle of a square on C's diagonal, where the host multiplies.
+        # Whether BLAS, on the host, computes only one triangle of a square on C's diagonal.
         self.halves = machine.shares_cores and problem.halves_diagonal
         self._busy = min(1.0, multiplying / copying) if copying else 1.0
         self._rates: dict[tuple[str, str, int, int], float] = {}
@@ -103,7 +103,7 @@ class Prices:
         return seconds + self.setting.machine.copy_latency
 
     def finish(self, rows: int, cols: int) -> float:
-        """Return the seconds of a Finish, if it is not short: of one that selects elements of a strip."""
+        """Return the seconds of a Finish. Only a Finish that selects or reduces elements takes long."""
         problem, machine = self.setting.problem, self.setting.machine
         searched = problem.sink.searched(rows * cols, twice=problem.cover.halves) * self._sizes["acc"]
         return machine.step_latency + searched / machine.select
@@ -134,7 +134,7 @@ class Prices:
         return self.setting.machine.multiply_seconds(problem.rate, flops, m, n, depth)
 
     def multiply(self, rows: int, of_rows: int, n: int, k: int) -> float:
-        """Return the seconds of a Multiply of `rows` x k by k x n, a strip or the whole of `of_rows` rows."""
+        """Return the seconds of a Multiply of `rows` x k by k x n elements. Its tile has `of_rows` rows."""
         key = rows, of_rows, n, k
         if key not in self._multiply:
             self._multiply[key] = self._multiply_seconds(*key)

@@ -1,4 +1,4 @@
-"""Predict the time of a run on several devices: that of one device's share of the product.
+"""Predict the time of a run on several devices: the time of one device's share of the product.
 
 The devices run in step. So the clock runs only one of them, on a product of as many tile rows and columns as
 this device computes. Storage, the host's copies and the time to issue operations are common to all devices.
@@ -24,8 +24,8 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div
 class Share:
     """One device's share of a run of a candidate on several devices.
 
-    `down` and `across` are over how many tile rows and columns the tiles of a round are spread. `setting`
-    and `candidate` are those of a product of the size of the share, on one device that works alone.
+    The tiles of a round are spread over `down` tile rows and `across` tile columns. `setting` and `candidate`
+    are those of a product of the size of the share, on one device that works alone.
     """
 
     down: int
@@ -72,11 +72,11 @@ def own_setting(setting: Setting, tile: TileShape | None, m: int, n: int) -> Set
 
 
 def slowed(machine: MachineModel, reading: float, devices: int) -> MachineModel:
-    """Return the rates at which one of several devices works that are busy with their shares.
+    """Return the model of the machine for one of several devices, all of them busy with their shares.
 
     `reading` is the factor by which reads take longer. Other work that the devices have in common takes
-    `devices` times as long. The rate of copies between pageable arrays and pinned buffers follows the number
-    of threads that copy for each device, and the part of its panels that these copy.
+    `devices` times as long. The rate of copies between pageable arrays and pinned buffers follows from the
+    number of threads that copy for each device, and from the part of its panels that these threads copy.
     """
     each = 1 / devices
     factors = {"read": 1 / reading, "decode": 1 / reading, "write": each}
@@ -92,9 +92,9 @@ def slowed(machine: MachineModel, reading: float, devices: int) -> MachineModel:
 
 
 def divided(machine: MachineModel, sessions: int) -> MachineModel:
-    """Return the rates at which one of several sessions works that share one GPU: its kernels and its link.
+    """Return the model of the machine for one of several sessions that share a GPU's kernels and its link.
 
-    If device and host memory are the same, return the rates of `machine`: `slowed` divides what is common.
+    If device and host memory are the same, return `machine`: `slowed` divides the rates of common resources.
     """
     if sessions == 1 or machine.unified:
         return machine
@@ -106,7 +106,7 @@ def estimate_shared_loads(setting: Setting, candidate: Candidate, rounds: int) -
     if setting.problem.cover.square:
         grid = TileGrid.of(setting.problem, candidate.tile, candidate.slots.strip)
         whole = estimate_loads(setting.problem, grid, candidate.slots, candidate.traversal)
-        # A device has a part of the tiles, which are in more lines than the same part of them.
+        # The tiles of one of d devices are in more than the d-th part of the lines.
         return replace(whole, a_up=whole.a_up * sqrt(setting.devices))
     share = Share.of(setting, candidate)
     each, part, devices = share.loads(), rounds / share.tiles, setting.devices
@@ -134,6 +134,6 @@ def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds:
 
 
 def predict_triangle(setting: Setting, candidate: Candidate, share: float) -> Prediction:
-    """Predict the seconds of a triangle, of which the device with the largest share computes this one."""
+    """Predict the seconds of a triangle. `share` is the part of C that the busiest device computes."""
     machine = slowed(setting.machine, 1.0, setting.devices)
     return clock.predict(replace(setting, machine=machine, devices=1), candidate).part(share)

@@ -129,8 +129,8 @@ class Streams:
         Args:
             count: number of steps.
             loads: how the panels of A and of B are loaded; None if they are in device slots already.
-            multiply, prepare: seconds of these operations.
-            wait: time at which the accumulator of the tile is free; -inf if it is.
+            multiply, prepare: seconds of the Multiply operations of a step, and of its Prepare.
+            wait: time at which the accumulator of the tile becomes free; -inf if it is free already.
             calls: number of Multiply operations of a step, which take the time `multiply` together.
         """
         fresh = [
@@ -313,7 +313,7 @@ class Streams:
     def drain(self, number: int, strip: Strip) -> float:
         """Finish, download and write the strip that was multiplied last; return when the accumulator is free.
 
-        `number` is that of the strip in its tile.
+        `number` is the number of the strip in its tile.
         """
         self.ran += 1
         ready, slot, finished = self.compute, number % len(self.host_c), number % len(self.finished)
@@ -359,7 +359,7 @@ class Streams:
     def advance(self, before: ClockState, now: ClockState, count: int, *, together: bool = False) -> None:
         """Skip `count` repetitions: in each, all times change as much as they did from `before` to `now`.
 
-        With `together`, times that grew faster than that of the compute stream grow as fast as it.
+        With `together`, times that grew faster than the time of the compute stream grow only as fast.
         """
         changes = [count * (y - x) for x, y in zip(before.times, now.times, strict=True)]
         changes = [min(0.0, change) for change in changes] if together else changes

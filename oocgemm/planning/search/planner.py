@@ -4,9 +4,9 @@ The clock runs candidates with the most promising tile shapes first (`shapes`), 
 shows that it cannot be the fastest. Then the planner changes one decision of the best candidate at a time,
 and keeps each change that saves time.
 
-If streams share what limits the run, such as the copies of pageable arrays on the host, many candidates are
-predicted to take the same time. Those whose streams end sooner are faster in a run all the same. So half of
-that time is added when candidates are compared whose predicted times are nearly the least.
+If streams share the resource that limits the run, such as the host's copies of pageable arrays, many
+candidates are predicted to take the same time. In a run, those whose streams end sooner are still faster. So
+half of the time at which the last stream ends is added to a predicted time that is nearly the least.
 
 Predictions have errors of more than one percent. Among candidates whose predictions are within one percent of
 the best, the planner chooses the one that would be fastest if no operations overlapped. This candidate moves
@@ -44,19 +44,19 @@ SHORT_EFFORT = 0.012
 CANDIDATE_SECONDS, OPERATION_SECONDS = 115e-6, 1.2e-6
 # The same per tile shape for which numbers of slots are chosen.
 SHAPE_SECONDS = 200e-6
-# Tile shapes are not tried if their estimated time exceeds the best predicted one by the factor PRUNE, or
-# that of the shape from which they differ by NEAR.
+# A tile shape is not tried if its estimated time exceeds the best predicted time by the factor PRUNE. A shape
+# that differs in one decision is not tried if its estimated time exceeds that of the other one by NEAR.
 PRUNE, NEAR = 1.5, 1.1
-# Of the candidates with one tile shape, those are not tried whose lower bound exceeds the least one by this
-# factor. Of 2200 such pairs of candidates, the one with the higher bound was the faster one 11 times.
+# A candidate is not tried if its lower bound exceeds the least bound for its tile shape by this factor. In 11
+# of 2200 such pairs of candidates, the one with the higher bound was faster.
 NEAR_BOUND = 1.02
-# Of square covers, the clock runs at most so many candidates with tiles of all sizes, and as many with tiles
-# of the best REFINED_SIDES sizes.
+# For a square cover, the clock runs at most MAX_SQUARES candidates with tiles of all sizes, and as many with
+# tiles of the best REFINED_SIDES sizes.
 MAX_SQUARES, REFINED_SIDES = 12, 2
-# Strips of C that the GPU downloads by itself are tried this many times as large: fewer take less time to
-# enqueue.
+# If all arrays are pinned, strips of C are also tried that are this many times as large: fewer strips take
+# less time to enqueue.
 LARGER_STRIP = 4
-# Of the effort, the part that is spent on enumerated candidates. The rest is for changes of the best one.
+# The part of the effort that is spent on enumerated candidates. The rest is for changes of the best one.
 ENUMERATED = 0.5
 # A change of the best candidate is kept if it saves at least this fraction of the time.
 MIN_GAIN = 0.002
@@ -68,8 +68,8 @@ MIN_SLOW, MIN_FASTER = 5.0, 10
 # 40 ms. Two plans for 8192^3 in float64 with 512 MiB were predicted to take 46 ms, and took 44 and 48 ms. In
 # both pairs, the streams of the faster plan end 3 to 4 ms sooner.
 STREAMS_SHARE = 0.5
-# When streams end is only compared among candidates whose predicted time exceeds the least one by at most
-# this fraction.
+# The times at which streams end are only compared among candidates whose predicted time exceeds the least one
+# by at most this fraction.
 MAX_LONGER = 0.02
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
@@ -148,8 +148,9 @@ def resumed_plan(
     """Return a plan that completes an interrupted run: it computes the tiles that are not in `done`.
 
     `candidate` is how the interrupted run computed the product. If it does not fit the present budgets, the
-    plan caches fewer panels and, if necessary, uses one I/O thread. The result is bit-identical all the same,
-    and so it is with another number of devices.
+    plan caches fewer panels and, if necessary, uses one I/O thread. The result has the same bits in all
+    cases, also with another number of devices.
+
     Raises `BudgetError` if the plan does not fit even then.
     """
     slots = candidate.slots
@@ -345,9 +346,9 @@ class _Search:
 
 
 def _is_hopeless(least: float, than: Prediction, gain: float = 0.0) -> bool:
-    """Tell whether a candidate with a lower bound of `least` seconds cannot save the part `gain` of a time.
+    """Tell whether a candidate with a lower bound of `least` seconds cannot save the part `gain` of `than`.
 
-    If what streams share limits the plan that takes that time, a plan with the same limit may still have
+    If a resource that streams share limits the plan of `than`, a plan with the same limit may still have
     streams that end sooner.
     """
     return least > than.total if than.streams < than.total else least >= (1 - gain) * than.total

@@ -22,12 +22,14 @@ from oocgemm.planning.tiling import TileShape
 from oocgemm.planning.units import ceil_size, format_size, parse_size
 
 Sizes = Mapping[str, int]  # bytes, by the option that they belong to
-# With the sizes that an error names, a product takes at most this many times as long as with plenty of them.
+# With the sizes that an error names, a product takes at most this many times as long as with plenty of
+# memory.
 MAX_SLOWER = 2.0
 # The sizes that an error names are at most this many times as large as the least such sizes.
 CLOSE = 1.03
-# Plenty: this many times what the smallest plan needs, so that many threads can decode chunks, and besides
-# twice the bytes that cross all links at least; but not more than can be written as a size.
+# Plenty of memory: this many times the memory of the smallest plan, so that many threads can decode chunks,
+# plus twice the bytes that cross all links at least. It is at most LARGEST, so that it can be written as a
+# size.
 PLENTY, LARGEST = 64, 1 << 62
 
 
@@ -152,9 +154,9 @@ def within(sizes: Sizes, plan: Callable[[Budgets], Plan], devices: int = 1) -> P
 
     Args:
         sizes: bytes by option: ``device_memory`` and either ``host_memory`` or ``memory``, or ``memory``
-            alone. Alone, it is divided. The device budgets get three quarters, in equal parts, and the host
-            budget one quarter. If no plan fits, the smallest plan gets what it needs, and they share the rest
-            in this way.
+            alone. In the last case, ``memory`` is divided. The device budgets get three quarters, in equal
+            parts, and the host budget one quarter. If no plan fits, the smallest plan gets what it needs, and
+            the budgets share the rest in this way.
         plan: makes a plan within budgets.
         devices: number of devices.
 
@@ -194,8 +196,7 @@ def usable(
         sizes: bytes by option, as for `within`.
         plan: makes a plan within budgets, with a part of the usual effort of the search.
         devices: number of devices.
-        available: the most bytes that an option may name, where that is known, unless the smallest plan needs
-            more.
+        available: the maximum bytes for an option, where that is known, unless the smallest plan needs more.
     """
     if error.naming is None or error.needed is None:
         return error

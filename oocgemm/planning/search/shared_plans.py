@@ -4,9 +4,9 @@ Each device computes a share of C. The planner for one device plans the share fo
 storage and the host's copies slowed down by the other devices. The tile shapes with which the clock predicts
 the shortest times for a share are used for all of C, and the plan with the shortest predicted time is chosen.
 
-Of a triangle, the tiles are dealt to the devices, so that each has about as many. Fewer tiles load fewer
-panels, and more of them are divided more evenly. So tiles of several sizes are tried, in the order of a bound
-on the time of the device with the largest share.
+If C is a triangle, its tiles are dealt to the devices, so that each has about as many. Fewer tiles load fewer
+panels. More tiles are divided more evenly. So tiles of several sizes are tried, in the order of a bound on
+the time of the device with the largest share.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,15 @@ from oocgemm.planning.units import ceil_size, parse_size
 
 # Numbers of tiles per device, down and across. With two, the two tiles may go through k in opposite
 # directions, so that the tiles of a round have the same direction. The best DIVISIONS ways to divide C are
-# tried with all of them, if their panels are at most MAX_PANELS times as large as those of the best one.
+# tried with all of these numbers, if their panels are at most MAX_PANELS times as large as those of the best.
 TILES_PER_DEVICE = ((1, 1), (2, 1), (1, 2), (2, 2))
 DIVISIONS, MAX_PANELS = 2, 1.6
 # Numbers of tile rows of a triangle, and of strips of a tile on the diagonal when shapes are ranked.
 LINES, STRIPS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32), 4
-# At most this many shapes are planned for all devices, of a triangle with at most DEPTHS depths per side.
+# At most PLANNED shapes are planned for all devices. For a triangle, the best DEPTHS depths of each side come
+# first.
 PLANNED, DEPTHS = 4, 2
-# Time of the searches, relative to that for a plan for one device: for each share, and for the best one.
+# Time of a search, relative to the search for a plan for one device: for each share, and for the best share.
 QUICK, LONG = 0.0, 0.5
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
@@ -110,8 +111,8 @@ def _predicted(plan: Plan) -> _Predicted:
 def _ranked(plans: Sequence[Plan]) -> list[_Predicted]:
     """Return the plans with their predictions, the best one first.
 
-    Of plans that take about as long, those that read least depend least on exact rates. Of those that take
-    nearly as long, the one with least work for all lanes does.
+    Among plans that take about as long (`ALIKE`), those that read least depend least on exact rates. Among
+    these, the best one has the least work for all lanes, if it takes nearly as long (`NEARLY`).
     """
     found = sorted(map(_predicted, plans), key=lambda one: one[1].total)
     alike = [one for one in found if one[1].total <= (1 + ALIKE) * found[0][1].total]
@@ -182,7 +183,7 @@ def _divisions(setting: Setting) -> list[tuple[int, int]]:
 
 
 def _extents(setting: Setting, down: int, across: int) -> tuple[int, int]:
-    """Return the extents of a share if C is divided into `down` x `across` of them, in whole chunks."""
+    """Return the extents of a share if C is divided into `down` x `across` shares, in whole chunks."""
     problem, found = setting.problem, list[int]()
     for extent, count, fitting in zip(
         (problem.m, problem.n), (down, across), alignments(setting), strict=True
@@ -256,7 +257,7 @@ def _alone(
     # Bytes of host memory that the run needs once, not per device.
     once = scratch_bytes(setting, io_threads(setting)) + setting.machine.host_reserve
     host = int((budgets.host - once) * part) + once
-    # About as many panels are read for all devices in a step, per panel of one device.
+    # The second argument is about how many panels are read for all devices per panel of one device.
     machine = slowed(setting.machine, sum(arranged) / 2, devices)
     # Each device has the numbers of all rows and columns of C, not only those of its share.
     others = line_bytes(setting.problem) - line_bytes(own.problem)
@@ -272,7 +273,7 @@ def _alone(
 
 
 def _widened(alone: Candidate, devices: int, arranged: tuple[int, int], grid: TileGrid) -> Candidate:
-    """Return the candidate for all devices, from that for the share of one of them."""
+    """Return the candidate for all devices, given the candidate for the share of one device."""
     slots, order = alone.slots, alone.traversal
     host_a, host_b = (
         min(here * count, max(here, lines * grid.steps))
@@ -303,6 +304,6 @@ def _sufficing(setting: Setting, error: BudgetError, tile: TileShape | None) -> 
 
 
 def _refusal(setting: Setting, device: int, host: int) -> BudgetError:
-    """Create the error for budgets below these bytes, of which those of the device are for each."""
+    """Create the error for budgets below these bytes: `device` for each device, `host` for all together."""
     needed = Footprint({"slots": device}, {"slots": host, "scratch": 0})
     return too_small(setting, needed, f"the smallest plan for {setting.devices} devices")

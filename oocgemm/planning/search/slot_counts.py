@@ -22,8 +22,9 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # Target size in bytes of a strip, the rows of a tile that are downloaded together. Larger strips start to be
 # written later. Smaller ones do not reach the full rate of the link.
 STRIP_BYTES = 32 << 20
-# Tensor cores multiply so fast that thinner strips of C pay more: such a strip has this many waves of thread
-# blocks of `TENSOR_BLOCK` elements. With 1.2 waves, 20480^3 in bfloat16 took 50 ms, with 4.8 waves 42 ms.
+# Tensor cores multiply so fast that thin strips of C cost more. So if all arrays are pinned, a strip has at
+# least this many waves of thread blocks of `TENSOR_BLOCK` elements. With 1.2 waves, 20480^3 in bfloat16 took
+# 50 ms, with 4.8 waves 42 ms.
 STRIP_WAVES, TENSOR_BLOCK, TENSOR_DTYPES = 4, 128 * 256, ("float16", "bfloat16")
 # Unless memory is scarce, a tile has at most STRIPS strips on the host backend, and at most STAGED_STRIPS
 # with a GPU. More strips would only take more operations to issue.
@@ -46,7 +47,7 @@ PAGEABLE_SLOTS = 4
 
 
 class FreeMemory:
-    """The free memory for a tile shape and a number of I/O threads. It computes each part of it once."""
+    """The free memory for a tile shape and a number of I/O threads. Each part of it is computed once."""
 
     def __init__(self, setting: Setting, tile: TileShape, io_threads: int) -> None:
         self.setting, self.tile, self._io_threads = setting, tile, io_threads
@@ -134,7 +135,7 @@ def slot_counts(
     )
     ordered = problem.sink.merge == ORDERED
     for axis in (0, 1) if min(down, across) > 1 else (0,):
-        # Sums of rows are added in ascending order of columns, whatever computes them.
+        # Sums of rows are added in ascending order of columns, on any number of devices.
         traversal = Traversal(axis, turns=axis == 1 or not ordered)
         if ordered and not traversal.ascends:
             continue
@@ -169,8 +170,9 @@ def _filled(
 
     `a` and `b` are the minimum numbers of slots. The panels that are used again soonest get memory first:
     those of a tile row (axis 0) or of a tile column (axis 1), then all panels of the other operand. With
-    `ahead`, those of the next row or column get what is left, so that they are loaded before it begins. The
-    clock sees no gain, but on an H200, an int8 product took 54 ms with and 60 ms without them (same tiles).
+    `ahead`, the panels of the next row or column get the rest, so that they are loaded before it begins. The
+    clock sees no gain, but on an H200, an int8 product took 54 ms with these slots and 60 ms without them
+    (same tiles).
     """
     if axis == 1:
         b, a = _filled(b, a, free, b_size, a_size, across, down, steps, 0, ahead=ahead)
@@ -189,13 +191,14 @@ def _filled(
 def _draining(prices: Prices, memory: FreeMemory, base: Slots) -> Slots:
     """Let several of a tile's last steps run strip by strip, to hide its download, or its writing.
 
-    The device stores the panels of all these steps at the same time. So they are the fewest that take longer
-    than the download, as far as their panels take at most half of the free memory.
+    The device stores the panels of all these steps at the same time. So they are the fewest steps that take
+    longer than the download, as far as the slots to add take at most a quarter of the free memory.
     """
     setting, tile = prices.setting, memory.tile
     problem, sizes = setting.problem, memory.sizes(base.strip)
     (m, n), k = extents(problem, tile)[:2], min(tile.k, problem.depth)
-    # Emulated products have slots for the residues of two steps. Little of selected elements is downloaded.
+    # Emulated products have slots for the residues of two steps. If elements are selected, little is
+    # downloaded.
     if problem.planes or not problem.sink.stores_c or problem.b.one_tile or base.strip >= m:
         return base
     step = prices.multiply(m, m, n, k)

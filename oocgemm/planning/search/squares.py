@@ -22,9 +22,9 @@ from oocgemm.planning.search.shapes import Shapes
 from oocgemm.planning.setting import GRAM_STRIPS, Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 
-# Numbers of tile rows to try. If none of them fits, larger ones are tried until one fits.
+# Numbers of tile rows to try. If none of them fits, larger numbers are tried until one fits.
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
-# Larger numbers are not tried if the last STALE ones each took at least SLOWER times as long as the best one.
+# Larger numbers are not tried if the lower bounds of the last STALE ones exceed the least bound by SLOWER.
 STALE, SLOWER = 2, 1.1
 # Number of depths to try. With less device memory than SCARCE_MEMORY bytes, all are tried.
 DEPTHS_TRIED, SCARCE_MEMORY = 4, 1 << 20
@@ -33,9 +33,9 @@ MIN_STRIP = 64
 # Numbers of strips into which C is divided. Those in SCARCE_STRIPS are tried only if memory for larger strips
 # is missing.
 STRIPS, SCARCE_STRIPS = (GRAM_STRIPS, 2 * GRAM_STRIPS), tuple(GRAM_STRIPS << shift for shift in range(2, 6))
-# The same for a host whose BLAS computes only a triangle of each square on the diagonal, so that thick strips
-# waste nothing. With 4 strips instead of 8, nine matrices on two cores took 0.92 to 1.01 of the time. With 1
-# or 2, some took up to 1.2: then less of C is written beside products.
+# Numbers of strips for a host whose BLAS computes only a triangle of each square on the diagonal, so that
+# thick strips waste nothing. With 4 strips instead of 8, nine matrices on two cores took 0.92 to 1.01 of the
+# time. With 1 or 2, some took up to 1.2: then less of C is written beside products.
 HALVED_STRIPS = (GRAM_STRIPS // 2, GRAM_STRIPS // 4, *STRIPS)
 # Maximum number of steps of a tile that run strip by strip at its end.
 MAX_DRAIN = 8
@@ -52,7 +52,7 @@ class Squares:
     def __init__(self, prices: Prices, io_threads: int) -> None:
         self._prices, self._setting, self._threads = prices, prices.setting, io_threads
         problem, machine = self._setting.problem, self._setting.machine
-        # Where few tiles are needed of each row, tiles are small, and few deep steps are faster.
+        # If only a few tiles of each row are needed, tiles are small, and a few deep steps are faster.
         self._extent = max(1, problem.cover.extent(problem.m))
         narrow = self._extent < problem.m
         scarce = self._setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
@@ -99,7 +99,7 @@ class Squares:
     def _counts(self) -> Iterator[int]:
         """Yield numbers of tile rows.
 
-        Tiles of more rows than the cover needs columns of one row have many elements that are not needed. Few
+        Tiles with more columns than the cover needs of one row have many elements that are not needed. Few
         such tiles are tried.
         """
         n = self._setting.problem.m // self._setting.problem.min_panel_rows
@@ -183,7 +183,7 @@ def smallest(setting: Setting, tile: TileShape | None) -> Candidate:
 
 
 def _unit(setting: Setting) -> int:
-    """Return the number of which the sides of tiles are multiples, so that no two share a chunk of C."""
+    """Return the unit of the sides of tiles. With multiples of it, no two tiles share a chunk of C."""
     return 1 if setting.layouts.c.writing.free else lcm(*setting.layouts.c.writing.chunk)
 
 
