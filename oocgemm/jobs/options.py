@@ -79,9 +79,9 @@ GRM_CASTS = ("float32", "float64", "float16", "bfloat16")
 class Field(NamedTuple):
     """How the form of the service shows an option.
 
-    - `label`, `help`: its name and what it does, in a few words.
-    - `place`: what the empty field says, if the default does not say it.
-    - `choices`: values and their texts; "" is the value of the default.
+    - `label`, `help`: the name of the option and what it does, in a few words.
+    - `place`: the text in the empty field, if it is not the default.
+    - `choices`: values and their texts; "" is the value that stands for the default.
     """
 
     label: str
@@ -97,19 +97,19 @@ class Option(NamedTuple):
     In texts, ``{name}`` is the option of this name: \\`name\\` in the library, --name on the command line.
 
     Attributes:
-        help: what it does, for the help of the command line and for the library.
+        help: what the option does, for the help of the command line and for the library.
         more: further sentences for the library.
         syntax: further sentences for the command line.
         default: the value without the option.
         shown: the default in words, if the value does not say it.
-        metavar: what stands for its value on the command line.
+        metavar: the word that stands for the value in the help of the command line.
         choices: the values that it takes, if they can be listed.
         least, most: the range of the numbers that it takes.
-        flags: options of the command line that take no value, with their help. Without any, it is --name, and
-            a flag if its type is bool.
-        cli: whether the command line has it.
-        service: whether a job of a service may have it. A service chooses backend and devices, plans and
-            resumes by itself, and takes operands as they are stored.
+        flags: options of the command line that take no value, with their help. Without flags, the command
+            line has --name, which takes no value if its type is bool.
+        cli: whether the command line has the option.
+        service: whether a job of a service may have the option. A service chooses backend and devices, plans
+            and resumes by itself, and takes operands as they are stored.
         form: its field in the form of the service; None if the form has none.
     """
 
@@ -358,8 +358,8 @@ class _Access(TypedDict, total=False):
         bool,
         Option(
             "Compare each tile of the product with checksums of the operands before it is used or written, "
-            "and compute it again if they differ. Of a result that is not the product itself, check samples "
-            "too.",
+            "and compute it again if they differ. If the result is not the product itself, also check "
+            "samples of the result.",
             "`oocgemm.integrity.tile_checks` and `oocgemm.integrity.samples` describe how.",
             False,
             form=Field("Verify", "each tile by checksums of A and B"),
@@ -377,8 +377,8 @@ class _Access(TypedDict, total=False):
                 (
                     "--no-decode",
                     "Take the numbers of operands as they are stored, whatever their attributes declare: "
-                    "that they are packed (scale_factor), or stand for missing elements (_FillValue). So for "
-                    "-1 in a .bed file.",
+                    "that they are packed (scale_factor), or stand for missing elements (_FillValue). Then "
+                    "-1 in a .bed file is a number too.",
                 ),
             ),
         ),
@@ -483,7 +483,7 @@ class _Workers(TypedDict, total=False):
         Any,
         Option(
             "A `concurrent.futures.Executor`: compute with its workers, as with a client. {workers} is then "
-            "the number of tasks at a time, by default that of the executor's workers.",
+            "the number of tasks at a time, by default the number of the executor's workers.",
             cli=False,
             service=False,
         ),
@@ -542,9 +542,9 @@ class PcaOptions(_Engine, _Memory, _Access, _Devices, _Device, _Watch, total=Fal
     """Options of `oocgemm.pca`. `oocgemm.gemm` describes each."""
 
 
-# What follows are the options that belong to one verb, in front of those that it shares. The classes named
-# for verbs have all but `dry_run`. The functions take own options as parameters, and shared ones as
-# `**options`; the classes type the calls with and without `dry_run`.
+# Below are the options that belong to one verb. A class that is named for a verb has all options of this verb
+# except `dry_run`. The function of a verb takes its own options as parameters, and shared options as
+# `**options`. The classes give the types for calls with and without `dry_run`.
 
 
 class _DryRun(TypedDict, total=False):
@@ -583,7 +583,7 @@ class _Uplo(TypedDict, total=False):
             "Triangle of the result to store, with the diagonal: lower or upper. full stores both, which are "
             "exact mirror images.",
             "Elements outside of a triangle are 0 in an array that the run creates, and stay as they are in "
-            "an existing one. `Result.uplo` and an attribute of a zarr array record it.",
+            "an existing one. `Result.uplo` and an attribute of a zarr array record the triangle.",
             shown="full; lower in a .grm.bin file; with {resume}, that of the run",
             choices=GRAMS,
         ),
@@ -608,8 +608,8 @@ class _Similar(TypedDict, total=False):
         float | None,
         Option(
             "Find all pairs of rows whose similarity is at least this number, such as 0.8.",
-            "Cosines near it are computed again in float64, and compared exactly. For the metric dot, it is "
-            "rounded to the dtype of the scores. NaN is left out.",
+            "Cosines near this number are computed again in float64, and compared exactly. For the metric "
+            "dot, the number is rounded to the dtype of the scores. NaN is left out.",
             metavar="NUMBER",
         ),
     ]
@@ -619,8 +619,8 @@ class _Compared(TypedDict, total=False):
     metric: Annotated[
         str,
         Option(
-            "cosine: inner products of rows divided by their norms, at least -1 and at most 1; those of a "
-            "zero row are 0. dot: inner products.",
+            "cosine: inner products of rows divided by their norms, at least -1 and at most 1; cosines "
+            "with a zero row are 0. dot: inner products.",
             default=METRICS[0],
             choices=METRICS,
         ),
@@ -636,7 +636,7 @@ class _Compared(TypedDict, total=False):
 
 
 class ComparisonOptions(_Compared, SimilarityOptions, total=False):
-    """Options of `oocgemm.similarity`, but for what is found."""
+    """Options of `oocgemm.similarity` except `topk` and `threshold`."""
 
 
 class SimilarityArguments(_Similar, ComparisonOptions, total=False):
@@ -658,10 +658,10 @@ class _Constant(TypedDict, total=False):
     constant: Annotated[
         str,
         Option(
-            "Rows of equal elements, which have no coefficients. nan: theirs are NaN. drop: leave them out. "
-            "raise: stop.",
+            "Rows of equal elements, which have no coefficients. nan: store NaN in their place. drop: leave "
+            "these rows out. raise: stop.",
             "With nan, as for NumPy, {topk} ranks them last and {threshold} leaves them out. With drop, the "
-            "result is that of X without them, and `Result.kept` has the numbers of the other rows. In both "
+            "result is that of the other rows of X, and `Result.kept` has their numbers. In both "
             "cases, a `DataWarning` counts the rows.",
             CONSTANT[0],
             choices=CONSTANT,
@@ -670,7 +670,7 @@ class _Constant(TypedDict, total=False):
 
 
 class CoefficientOptions(_Constant, CorrelationOptions, total=False):
-    """Options of `oocgemm.corr`, but for which coefficients are found, and the axis."""
+    """Options of `oocgemm.corr` except `topk`, `threshold` and `axis`."""
 
 
 class CorrArguments(_Axis, _Correlated, CoefficientOptions, total=False):
@@ -703,7 +703,7 @@ class GrmArguments(_Uplo, _Axis, DenseOptions, total=False):
         float | None,
         Option(
             "Code of missing genotypes, such as -9 or nan.",
-            "NaN is one too. None: there are none.",
+            "NaN counts as missing too. None: no genotype is missing.",
             -1,
             metavar="CODE",
         ),
@@ -732,7 +732,7 @@ class GrmArguments(_Uplo, _Axis, DenseOptions, total=False):
         Chromosomes | None,
         Option(
             "Chromosomes of a .bed file whose variants are used, such as 1-22,X or all.",
-            "They are named in its .bim file. A number, such as 21, is one too. For other operands None or "
+            "The .bim file names them. A number, such as 21, is a name too. For other operands, pass None or "
             '"all".',
             shown="autosomes, which are 1-22; all if the .bim file names none",
             metavar="NAMES",
@@ -754,8 +754,8 @@ class PcaArguments(_Transform, PcaOptions, total=False):
     iterations: Annotated[
         int,
         Option(
-            "How many times X is read at most. More iterations give more accurate components.",
-            "The more slowly singular values decay, the more are needed.",
+            "Maximum number of times that X is read. More iterations give more accurate components.",
+            "The more slowly singular values decay, the more iterations are needed.",
             6,
             metavar="N",
         ),
@@ -765,8 +765,8 @@ class PcaArguments(_Transform, PcaOptions, total=False):
         Option(
             "Stop when the residual of each component is below this share of the gap to its neighbours. 0: "
             "read X as often as {iterations} says.",
-            "`PCA.errors` has these shares. The error of a singular value is about the square. With 0, there "
-            "is no warning.",
+            "`PCA.errors` has these shares. The error of a singular value is about the square of its "
+            "share. With 0, there is no warning.",
             0.01,
             metavar="X",
         ),
@@ -774,7 +774,7 @@ class PcaArguments(_Transform, PcaOptions, total=False):
     oversampling: Annotated[
         int,
         Option(
-            "At least this many further directions are kept. More of them need fewer iterations.",
+            "Minimum number of further directions that are kept. With more, fewer iterations suffice.",
             default=10,
             metavar="N",
         ),
@@ -796,7 +796,7 @@ class PcaArguments(_Transform, PcaOptions, total=False):
         bool,
         Option(
             "Continue a run of the same command that was interrupted or killed.",
-            "It wrote to `out`. Nothing to continue is no error.",
+            "That run wrote to `out`. If there is nothing to continue, start a run.",
             False,
             service=False,
         ),
@@ -834,7 +834,7 @@ class LdScoresArguments(SimilarityOptions, total=False):
         bool,
         Option(
             "Subtract the expected square of the correlation of independent variants, as LDSC does.",
-            "Of n individuals, r^2 - (1 - r^2) / (n - 2) is summed instead of r^2.",
+            "With n individuals, r^2 - (1 - r^2) / (n - 2) is summed instead of r^2.",
             True,
             flags=(("--not-adjusted", "Sum the squares of correlations as they are."),),
         ),
@@ -860,14 +860,14 @@ SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__) | {"transform"}
 
 
 def _annotations(verb: str | type) -> dict[str, Any]:
-    """Return the annotated types of all options of a verb, or of those of one of the classes above."""
+    """Return the annotated types of all options of a verb, or of one of the classes above."""
     if isinstance(verb, type):
         return verb.__annotations__
     return VERBS[verb].__annotations__ | _DryRun.__annotations__
 
 
 def options_of(verb: str | type) -> dict[str, Option]:
-    """Return the options of a verb, or of one of the classes above, by name, its own first."""
+    """Return the options of a verb, or of one of the classes above, by name; options of `gemm` last."""
     found, last = _annotations(verb), [*Options.__annotations__, "dry_run"]
     names = sorted(found, key=lambda name: name in last and 1 + (name == "dry_run"))
     return {name: get_args(found[name])[1] for name in names}
@@ -907,7 +907,7 @@ def check_names(function: str, options: Iterable[str], known: type | Iterable[st
 def documented(verb: str, shared: type | None = None) -> Callable[[F], F]:
     """Return a decorator that replaces the line ``{options}`` of a docstring by the options of a verb.
 
-    Options that are also `shared` are named in one entry, as those of `gemm`.
+    Options that are also in `shared` are only named, in one entry that refers to `gemm`.
     """
 
     def describe(function: F) -> F:
@@ -946,6 +946,6 @@ def _entries(verb: str, shared: type | None) -> str:
 
 
 def rendered(text: str, name: Callable[[str], str]) -> str:
-    """Return a text of an `Option` in which `name` has written the names of other options."""
+    """Return a text of an `Option`, in which `name` formats the names of other options."""
     parts = Formatter().parse(text)
     return "".join(plain + ("" if field is None else name(field)) for plain, field, _, _ in parts)

@@ -73,7 +73,7 @@ def corr(
 ) -> Result | Neighbors | Pairs | Plan:
     """Compute Pearson's correlation coefficients of the rows of X, as `numpy.corrcoef` does.
 
-    Each row is centered and scaled in float64 when it is read, and rounded to float32, or to float64 if X is.
+    Each row is centered and scaled in float64 when it is read. It is rounded to float32 unless X is float64.
 
     Args:
         x: a real two-dimensional operand as for `gemm`, or one of int32 or int64. Missing genotypes of a .bed
@@ -110,12 +110,12 @@ def corr(
 
 
 def with_constant(request: Request, constant: str) -> Request:
-    """Return a request of correlations that says what becomes of rows of equal elements.
+    """Return a request of correlations that says what happens to rows of equal elements.
 
-    If they are left out, they are found by a pass over X now.
+    If such rows are left out, a pass over X finds them now.
     """
     if constant == "drop":
-        check_places(request, 0)  # how many rows are left is not known before
+        check_places(request, 0)  # the number of kept rows is not known yet
         op, memory = op_of("trans_a", request.a.op), memory_of(request)
         x = readable(transformed(opened("X", request), request.a.transform, op, left=True), memory)
         return request.with_operands(kept=varying_lines(x, int(op.swaps), memory))
@@ -142,7 +142,7 @@ def cov(
 ) -> Result | Plan:
     """Compute covariances of the rows of X, as `numpy.cov` does.
 
-    Each row is centered in float64 when it is read, and rounded to float32, or to float64 if X is.
+    Each row is centered in float64 when it is read. It is rounded to float32 unless X is float64.
 
     Args:
         x, out: as for `corr`.

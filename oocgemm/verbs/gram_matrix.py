@@ -35,8 +35,9 @@ def gram(
 ) -> Result | Plan:
     """Compute ``C = alpha X X^H + beta C``, a Gram matrix, at about half the work of `gemm` (SYRK, HERK).
 
-    C is symmetric, so that only one triangle is computed. Each block of X is loaded once where `gemm` loads
-    it as a block of A and as one of B. The exact results, the files and `resume` are those of `gemm`.
+    C is symmetric, so that only one triangle is computed. Each block of X is loaded once, where `gemm` loads
+    it twice: as a block of A and as a block of B. The exact results, the files and `resume` are those of
+    `gemm`.
 
     Args:
         x: a two-dimensional operand as for `gemm`.

@@ -22,7 +22,7 @@ class LDScores:
     """LD scores of variants.
 
     Attributes:
-        scores: a float64 number per variant, NaN for those that were left out.
+        scores: a float64 number per variant, NaN for variants that were left out.
         run: the plan and the timeline of the run. It has no C.
     """
 

@@ -17,9 +17,9 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.zarr_matrix import check_free, save_arrays
 
-# Version of the arithmetic: a run of another one is not resumed.
+# Version of the arithmetic: a run of another version is not resumed.
 VERSION = 3
-# X is read this many times at least, unless `iterations` is lower.
+# Minimum number of times that X is read, unless `iterations` is lower.
 MIN_PASSES = 3
 
 logger = logging.getLogger("oocgemm")
@@ -32,16 +32,16 @@ class PCA:
     Attributes:
         components: k x d, orthonormal rows. The element of largest magnitude of each row is positive.
         singular_values: the k largest singular values of the transformed X, in descending order, float64.
-        explained_variance: their squares divided by n - 1; Inf or 0 where these leave the range of float64.
+        explained_variance: the squared singular values divided by n - 1; Inf or 0 outside float64's range.
         mean: what was subtracted from each column, float64; zeros if X was not centered.
         scale: what each column was divided by, float64; ones if X was not scaled.
         scores: n x k, the coordinates of the rows of X; None unless they were asked for.
         passes: how many times X was read, besides a pass for its statistics if its transform needs them.
         residuals: ``|X^T X v - s^2 v| / s_1^2`` for each component v and its singular value s, where s_1 is
             the largest one; X is the transformed matrix. float64.
-        errors: the residual of each component over the estimated gap between s^2 and its neighbours, float64.
-            It bounds the sine of the angle between the component and the exact one. It is 0 if only rounding
-            errors are left.
+        errors: the residual of each component divided by the estimated gap between s^2 and its neighbours,
+            float64. An error bounds the sine of the angle between the component and the exact component. It
+            is 0 if the residual consists of rounding errors alone.
         converged: whether all `errors` are below `tol`.
     """
 
@@ -75,9 +75,9 @@ class PCAPlan:
     Attributes:
         pass_plan: the plan of one pass over X, or over the first of its slices.
         rows: the number of rows of X.
-        passes: how many times X is read at most, with the pass for its scores.
+        passes: the maximum number of times that X is read, including the pass for the scores.
         statistics: whether X is also read once for statistics, unless they are cached.
-        checks: how many times X is also read at most to check a product.
+        checks: the maximum number of times that X is also read to check a product.
         slices: the number of slices of the rows of X that several devices multiply; 1 for all of X.
         devices: how many slices are multiplied at the same time.
     """
@@ -92,7 +92,7 @@ class PCAPlan:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of X that are read in all passes at most, as they are stored before compression."""
+        """Maximum number of bytes of X that all passes read together, counted before compression."""
         problem, reads = self.pass_plan.problem, self.passes + self.statistics + self.checks
         return reads * self.rows * problem.m * problem.itemsizes["A"]
 
@@ -105,7 +105,7 @@ class PCAPlan:
 
     @property
     def what(self) -> str:
-        """What `pass_plan` is the plan of, as text."""
+        """A text that names the pass, or the slice, that `pass_plan` computes."""
         if self.slices == 1:
             return "A pass"
         return f"A pass multiplies {self.slices} slices of X, {self.devices} at the same time. A slice"
@@ -151,9 +151,9 @@ def pca(
 ) -> PCA | PCAPlan:
     """Find the k principal components of X, by a randomized method that reads X once per iteration.
 
-    They are the right singular vectors of X with its columns centered. X stays as it is stored: the mean is
-    subtracted from the products, by a matrix of rank one. It ends when the components have converged, and
-    warns if they have not after the last iteration.
+    The components are the right singular vectors of X with its columns centered. X stays as it is stored: the
+    mean is subtracted from the products, by a matrix of rank one. The method ends when the components have
+    converged, and warns if they have not after the last iteration.
 
     int8, float16 and bfloat16 elements are multiplied as float32, int32 and int64 as float64; a transform may
     cast to float32 or float64. Without a code of missing elements, missing genotypes of a .bed file are
@@ -235,7 +235,7 @@ def pca(
 
 
 def _bytes_saved(passes: PcaPasses, k: int, *, scores: bool, begun: bool) -> int:
-    """Return the least bytes of the result and, unless it exists since the run has begun, of the state."""
+    """Return the minimum size in bytes of the result and, unless the run has `begun`, of its state."""
     rows, cols = passes.matrix.shape
     saved = k * (cols + rows * scores) * np.dtype(passes.dtype).itemsize + 16 * (2 * k + cols)
     return saved if begun else saved + 8 * cols * passes.columns
@@ -253,7 +253,7 @@ def _ends(state: PcaState, k: int, iterations: int, tol: float) -> bool:
 
 def _unconverged(found: PCA, iterations: int, tol: float) -> str:
     """Return the text of the warning about components that have not converged."""
-    wrong = np.flatnonzero(~(found.errors < tol))  # NaN too
+    wrong = np.flatnonzero(~(found.errors < tol))  # NaN has not converged either
     worst = wrong[found.errors[wrong].argmax()]
     return (
         f"{len(wrong)} of {len(found.errors)} components have not converged after {iterations} iterations: "
@@ -305,7 +305,7 @@ def _check_number(k: int, rows: int, cols: int) -> None:
 
 
 def _identity(passes: PcaPasses, k: int, iterations: int, tol: float, seed: int) -> dict[str, Any]:
-    """Return what the bits of a result depend on, besides the budgets, for messages by name."""
+    """Return the arguments on which the bits of a result depend, by name, without the budgets."""
     return {
         "version": VERSION,
         "x": passes.matrix.fingerprint() or passes.matrix.describe(),

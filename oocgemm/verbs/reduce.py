@@ -1,4 +1,4 @@
-"""The verb `reduce`: what is computed from a product that is not stored."""
+"""The verb `reduce`: smaller results that are computed from a product, which is not stored."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, overload
@@ -46,7 +46,7 @@ class Threshold:
 class Reduce:
     """The "sum", the sum of squares ("sumsq") or the largest element ("max") of each row of C (`axis` 1).
 
-    With `axis` 0, those of each column.
+    With `axis` 0, the same of each column.
     """
 
     kind: str
@@ -187,7 +187,7 @@ def product(
 
 
 def transforms_of(given: dict[str, Any], *, same: bool) -> dict[str, Any]:
-    """Return the transforms of A and B, which have one if they are the same. Raises `InputError`."""
+    """Return the transforms of A and B. If B is the `same` as A, refuse a transform of B alone."""
     first, second = given.get("transform_a"), given.get("transform_b")
     if same and second is not None:
         raise InputError("transform_b is the transform of B, and there is no B: pass transform_a alone")

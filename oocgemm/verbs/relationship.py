@@ -95,7 +95,8 @@ def grm(
         gcta        mean of (x_j - 2 p) (x_k - 2 p) / (2 p (1 - p))
         vanraden    sum of (x_j - 2 p) (x_k - 2 p), divided by the sum of 2 p (1 - p)
 
-    A missing genotype is replaced by 2 p. Of a .bed file, the variants on autosomes are used. Variants with
+    A missing genotype is replaced by 2 p. In a .bed file, only the variants on the `chromosomes` are used, by
+    default the autosomes. Variants with
     p = 0 or 1 and those without any known genotype are left out. The genotypes are read twice: the
     frequencies come from `stats`, which caches them for files.
 
@@ -110,7 +111,7 @@ def grm(
     Returns:
         The `Relationships`, a `Result` with the number of variants. `out` of a .grm.bin file is a memory map
             of the elements on and below the diagonal, row by row. With `dry_run`, the plans of the products:
-            with `pairwise`, that of the numbers of variants first. The genotypes are not read.
+            with `pairwise`, first the plan for the numbers of variants. The genotypes are not read.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if an element
@@ -177,13 +178,13 @@ def grm(
 
 
 def _halves(count: int) -> Stats:
-    """Return statistics of variants whose alleles are equally frequent, to plan with."""
+    """Return statistics for planning, of variants whose alleles are equally frequent."""
     ones = np.ones(count)
     return Stats(ones, np.zeros(count), ones, ones, ones, ones)
 
 
 def _bytes_stored(request: Request, individuals: int, *, counts: bool) -> int:
-    """Return how many bytes the matrix takes at least, and with `counts` also the numbers of variants."""
+    """Return the minimum number of bytes of the matrix and, with `counts`, of the numbers of variants."""
     if request.compressor not in (None, "none"):
         return 0
     elements = individuals * (individuals + 1) // 2 if request.into.uplo != "full" else individuals**2
@@ -257,7 +258,7 @@ def _standardizing(found: Stats, method: str, chosen: Array) -> tuple[dict[str, 
         )
     center = np.where(found.count > 0, found.mean, 0)
     change: dict[str, Any] = {"impute": center, "center": center}
-    # Centered elements of variants with one allele are 0, by whatever they are divided.
+    # Centered elements of variants with one allele are 0, whatever their divisor is.
     scale = np.where(chosen, 1.0, _VANISHING)
     if method == "vanraden":
         return change if chosen.all() else change | {"scale": scale}, float(variance[used].sum()), used
@@ -280,7 +281,10 @@ def _check_free(path: Path) -> None:
 
 
 def _check(found: Stats, line: str) -> None:
-    """Raise `InputError` for known elements that are no genotypes. `line` is what X calls a variant."""
+    """Raise `InputError` if an element that is not missing is not a genotype.
+
+    `line` is the word for a variant in messages: "row" or "column" of X.
+    """
     with np.errstate(invalid="ignore"):
         fine = (found.count == 0) | ((found.min >= 0) & (found.max <= 2))
     if (wrong := np.flatnonzero(~fine)).size:

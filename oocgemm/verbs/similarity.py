@@ -97,9 +97,9 @@ def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None
     """Raise `InputError` if the `Neighbors` or `Pairs` of X cannot be saved at a path. Nothing is read.
 
     Args:
-        path: of a new zarr group.
+        path: the path of a new zarr group.
         x: the operand whose rows are compared, or columns if `axis` is 1.
-        topk: how many rows are found for each row. None with a threshold: how many is not known before.
+        topk: how many rows are found for each row. None with a threshold: the number is not known yet.
     """
     matrix = stores.open_matrix("X", stores.located("X", x), decode=False)
     lines, score = matrix.shape[axis], 8 if matrix.dtype in (np.float64, np.int8) else 4
@@ -108,7 +108,7 @@ def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None
 
 
 def check_options(function: str, options: Iterable[str], known: type) -> None:
-    """Raise an error for options that a function does not take. `known` is a class of those that it takes."""
+    """Raise an error for options that a function does not take. `known` is the class of its options."""
     for name in options:
         if name in OPTIONS - known.__annotations__.keys():
             raise support.refusal(support.ONE, "option of gemm", function=function, name=name)
