@@ -1,4 +1,4 @@
-"""What the coordinator of a run and its child processes share: the files of attempts, and a sign of life.
+"""The files that the coordinator of a run and its child processes share: attempts, and a sign of life.
 
 An attempt of a worker at a part has the folder ``attempts/NAME`` in the journal's folder of C:
 
@@ -9,11 +9,12 @@ An attempt of a worker at a part has the folder ``attempts/NAME`` in the journal
 The coordinator creates the folder, and the child process everything in it. If the folder has been removed,
 the child process cannot create its journal. So no tile of an attempt that was given up counts later.
 
-If C is not stored, what a worker keeps of a part, such as sums of rows, is in the memory of its process. When
-all tiles of the part are finished, it writes this *state* to a file in the attempt's folder, and then one
-line with all tiles to the journal. So an attempt counts as a whole, or not at all. The coordinator merges
-states into the result. `Sink.merge` says how: what is added up to one number comes from one part, since a
-part has whole rows of tiles (`Plan.has_whole_rows`). So bits do not depend on the number of workers.
+If C is not stored, the result of a part, such as sums of rows, is in the memory of the child process. When
+all tiles of the part are finished, the child process writes this *state* to a file in the attempt's folder,
+and then one line with all tiles to the journal. So an attempt counts as a whole, or not at all. The
+coordinator merges states into the result. `Sink.merge` says how. Terms that are added up to one number come
+from one part, since a part has whole rows of tiles (`Plan.has_whole_rows`). So bits do not depend on the
+number of workers.
 
 The *fence* is the file by which the coordinator shows that it is alive. It rewrites the file twice a second
 with another `beat`, and removes it at its end. Each coordinator has a random `epoch`. A child process works
@@ -59,7 +60,7 @@ _NAME = re.compile(r"(?P<epoch>[0-9a-f]+)-(?P<part>\d+)-(?P<number>\d+)")
 
 @dataclass(frozen=True)
 class Sign:
-    """The content of the file.
+    """The content of the fence file.
 
     `pid` and `started` identify the coordinator's process on the machine `machine`. `over` has the names of
     the attempts that should end, for example because another attempt has computed the same tiles.
@@ -74,10 +75,10 @@ class Sign:
 
 
 class Fence:
-    """Keeps the file up to date in a thread, from its creation to `close`."""
+    """Rewrites the fence file regularly, in a thread, from its creation to `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Create or replace the file. Raises `OSError` if that is impossible."""
+        """Create or replace the fence file. Raises `OSError` if that is impossible."""
         self._path = path
         self._over: set[str] = set()
         self._closing = threading.Event()
@@ -106,7 +107,7 @@ class Fence:
         beat = 0
         while not self._closing.wait(INTERVAL):
             beat += 1
-            with suppress(OSError):  # a full disk, say: the next beat may succeed
+            with suppress(OSError):  # for example, the disk is full: the next beat may succeed
                 found = read_sign(self._path)
                 self.taken_over = found is not None and found.epoch != self.epoch
                 if self.taken_over:
@@ -121,7 +122,7 @@ class Fence:
 
 
 def read_sign(path: Path) -> Sign | None:
-    """Return the content of the file; None if it does not exist.
+    """Return the content of the fence file; None if it does not exist.
 
     Raises `OSError` if it is unknown whether the file exists, or if its content cannot be read.
     """
@@ -198,7 +199,7 @@ def remove_attempts(sidecar: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a child process has written to its folder since the coordinator removed the folder."""
+    """Remove files that a child process has written to its folder since the coordinator removed it."""
     if not (folder / JOURNAL).exists():
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # other attempts, or the journal of C, are there
@@ -224,7 +225,7 @@ class Tail:
             return
         for line in content.splitlines(keepends=True):
             entries = parse_line(line)
-            if entries is None:  # its rest has not been written yet
+            if entries is None:  # the rest of the line has not been written yet
                 return
             self._read += len(line)
             for entry in entries:
@@ -232,7 +233,7 @@ class Tail:
 
 
 class SharedResult(Protocol):
-    """Takes over what attempts have finished."""
+    """Takes over the tiles that attempts have finished."""
 
     def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
         """Take over a tile from the folder of an attempt. Return False if its files are not visible yet."""
@@ -258,7 +259,7 @@ class RedoFiles:
 
 
 def redo_fingerprint(matrix: Resumable, folder: Path, blocks: Sequence[tuple[Range, Range]]) -> str:
-    """Return a fingerprint of the redo files in `folder` of a tile with these blocks."""
+    """Return a fingerprint of the redo files of a tile in `folder`. `blocks` are the tile's blocks of C."""
     return "+".join(matrix.redo_fingerprint(folder, *block) for block in blocks)
 
 
@@ -308,7 +309,7 @@ class _AttemptCommitter(TileQueue):
 
 
 def state_of(matrix: Matrix, plan: Plan) -> Sequence[Any]:
-    """Return what the result of a part has: what it has collected, or the rows of its tiles."""
+    """Return the state of the result of a part: its collected elements, or the rows of its tiles."""
     if isinstance(matrix, Collecting):
         return matrix.state()
     every = stores.memory(matrix)
@@ -360,7 +361,7 @@ class States:
         self._merged: set[Path] = set()
 
     def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
-        """Merge the state of the attempt that has finished a tile. Return False if it is not visible yet."""
+        """Merge the state of an attempt, once for all of its tiles. Return False if it is not visible yet."""
         if folder not in self._merged:
             if fingerprint_of([folder / STATE]) != files:
                 return False

@@ -5,9 +5,9 @@ to compute a part (`tasks.PartSpec`), or to describe the machine (`probe`). Stdi
 worker wants the process to go on: a `Watch` ends the process soon after its worker or its coordinator has
 ended. A process that has opened a GPU then waits for another task, at most `processes.IDLE` seconds.
 
-The process plans nothing. It resumes the run of the coordinator: tiles outside the part count as done. So it
-checks what a resumed run checks: the product, the operands, the arithmetic and the plan must be those in the
-header of the journal.
+The process plans nothing. It resumes the run of the coordinator: tiles outside the part count as done. Like a
+resumed run, it checks that the product, the operands, the arithmetic and the plan are those in the header of
+the journal.
 """
 
 import ctypes
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from oocgemm.backends import Backend
 
 _PR_SET_PDEATHSIG = 1
-# Longest list of messages in a result.
+# Maximum number of messages in a result.
 MAX_MESSAGES = 100
 
 
 def die_with_parent() -> None:
     """Let the system kill this process when the thread that started it ends, as when a worker is killed.
 
-    Where the system cannot do it, a `Watch` ends the process.
+    If the system cannot kill the process, a `Watch` ends it.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -57,14 +57,14 @@ class Watch:
     def __init__(
         self, pipe: int, cancel: Cancel, reason: Callable[[], str | None], clean_up: Callable[[], object]
     ) -> None:
-        """Start to watch.
+        """Start the thread.
 
         - `pipe`: the end of the pipe that this process reads. The worker writes nothing to it until `end` is
           called.
-        - `cancel`: stops the run. If it does not stop within `processes.PATIENCE` seconds, the process exits,
-          which is safe at any time. Before, it calls `clean_up`.
-        - `reason`: returns why the process should end for another reason, or None, every `processes.INTERVAL`
-          seconds.
+        - `cancel`: stops the run. If the run does not stop within `processes.PATIENCE` seconds, the thread
+          calls `clean_up`, and the process exits, which is safe at any time.
+        - `reason`: called every `processes.INTERVAL` seconds. It returns any other reason why the process
+          should end, or None.
         """
         self._pipe, self._cancel, self._reason, self._clean_up = pipe, cancel, reason, clean_up
         self._ended, self._end = os.pipe()
@@ -73,7 +73,7 @@ class Watch:
         start(self._thread)
 
     def end(self) -> bool:
-        """Stop to watch. Return False if the process is about to exit."""
+        """End the thread. Return False if the process is about to exit."""
         os.close(self._end)
         while self._thread.is_alive() and not self._fired:
             self._thread.join(0.01)
@@ -97,9 +97,9 @@ class Watch:
 
 
 def probe(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a worker has, as plain data: see `survey.WorkerFacts`. Open A and B, and the device.
+    """Return the facts of a worker (`survey.WorkerFacts`) as plain data. Open A and B, and the device.
 
-    `task` has the path of a file that only machines with the coordinator's storage can see, and what it says.
+    `task` has the path and the content of a file that only machines with the coordinator's storage can see.
     """
     from oocgemm import backends
     from oocgemm.jobs.operands import open_operands
@@ -137,7 +137,7 @@ def probe(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def library_of(engine: "Backend") -> str:
-    """Return the library and the device that multiply. If two are equal, so are the bits of products."""
+    """Return the names of the library and device that multiply. Equal names give products of equal bits."""
     described = engine.describe()
     if engine.name == "host":
         return f"{described['blas']}, NumPy {described['numpy']}"
@@ -145,7 +145,7 @@ def library_of(engine: "Backend") -> str:
 
 
 def _place(backend: str, device: int) -> str:
-    """Return what identifies the device on its machine, so that workers that share it are found."""
+    """Return an id of the device on its machine. Workers that share a device have equal ids."""
     if backend == "host":
         return "host"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -153,7 +153,7 @@ def _place(backend: str, device: int) -> str:
 
 
 def compute(spec: PartSpec) -> dict[str, Any]:
-    """Compute a part. Return plain data: its operations and what went wrong without failing."""
+    """Compute a part. Return figures of the run as plain data, such as its memory and its checks."""
     from oocgemm import backends, stores
     from oocgemm.distributed.attempts import LOG, AttemptTarget, StateTarget, clean_up
     from oocgemm.engine.executor import Prefetch
@@ -202,7 +202,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
 
 
 def _earlier(spec: PartSpec) -> Any:
-    """Return the run to resume: that of the coordinator, with all tiles done except those to compute."""
+    """Return the coordinator's run, to resume. All tiles count as done, except those to compute here."""
     from oocgemm.jobs.journal import Record
     from oocgemm.jobs.resume import Earlier
 
@@ -261,7 +261,7 @@ def _do(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _line(descriptor: int) -> bytes:
-    """Read a line without reading beyond it. Return what there is if the writer ends before."""
+    """Read and return a line, and no bytes after it. The line is incomplete if the writer has ended."""
     parts = []
     while part := os.read(descriptor, 1 << 16):
         parts.append(part)

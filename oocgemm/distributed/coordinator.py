@@ -44,14 +44,15 @@ from oocgemm.system.threads import Cancel
 from oocgemm.timeline.log import WorkerLog
 
 # A part fails after this many attempts that finished none of its tiles. A worker is not used any more after
-# this many failed attempts in a row, if there are others.
+# this many failed attempts in a row, if there are other workers.
 MAX_ATTEMPTS = 3
-# Seconds between two looks at the journals of the attempts, and at the list of the workers.
+# Poll intervals in seconds: of the journals of the attempts, and of the list of workers.
 POLL, POLL_WORKERS = 0.1, 0.5
 # Seconds in which files that a worker has flushed must become visible to this process. Network file systems
 # cache what folders contain, usually for up to a minute.
 MAX_INVISIBLE = 90.0
-# Seconds in which child processes end when the run stops, and seconds that a run waits for a worker.
+# Seconds in which child processes must end when the run stops, and seconds that a run waits without any
+# worker.
 MAX_STOP, MAX_ALONE = 2.0, 60.0
 # Seconds that an attempt may go on when its part is complete. It needs a moment to complete its log.
 MAX_SURPLUS = 5.0
@@ -132,8 +133,7 @@ class Window:
     def ended(self, worker: str, failure: str | None) -> Failed | None:
         """Note that the attempt of a worker has ended, and why if it failed.
 
-        Returns the part if it has now failed too often. Its tiles that are left are given out again
-        otherwise.
+        Returns the part if it has now failed too often. Otherwise its unfinished tiles are given out again.
         """
         running = self._running.pop(worker)
         part = self._parts[running.part]
@@ -150,7 +150,7 @@ class Window:
 
 @dataclass
 class _Running:
-    """An attempt in a worker: when its task was seen to have ended, and its part to be complete."""
+    """An attempt in a worker. `ended` and `surplus` are the times when its task, and its part, were done."""
 
     attempt: AttemptId
     task: Task
@@ -161,7 +161,7 @@ class _Running:
 class Coordinator:
     """Runs the parts of one run.
 
-    `logs` describes the attempts that have ended. `results` has what the successful ones returned.
+    `logs` describes the attempts that have ended. `results` has the results of the successful attempts.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class Coordinator:
     ) -> None:
         """Prepare a run.
 
-        - `header`: that of the journal of the run.
-        - `sidecar`: a folder that all workers see: that of C's journal, which this process has locked.
-        - `result`: takes over what attempts have finished.
-        - `parts`: in the order in which they are begun.
+        - `header`: the header of the run's journal.
+        - `sidecar`: a folder that all workers see, such as the folder of C's journal.
+        - `result`: takes over the tiles that attempts have finished.
+        - `parts`: the parts, in the order in which they are begun.
         - `survey`: surveys the workers that join during the run.
         - `found`: the workers of the crew that take part from the beginning, by name.
-        - `given`: what the workers are given.
-        - `finished`: called with each tile that is in C.
+        - `given`: the data that all workers get.
+        - `finished`: called with each tile that has been taken over.
         """
         self._job, self._header = job, header
         self._sidecar, self._result = sidecar, result
@@ -195,9 +195,9 @@ class Coordinator:
         self._window = Window({n: tiles - job.plan.done for n, tiles in self._tiles.items()})
         self._crew = crew
         self._found = dict(found)
-        self._known = dict(found)  # with those that have vanished
+        self._known = dict(found)  # including workers that have vanished
         self._survey, self._nonce = survey, sidecar / ATTEMPTS / "nonce"
-        self._asked: dict[str, Task] = {}  # workers that have joined, and were asked what they have
+        self._asked: dict[str, Task] = {}  # the surveys of workers that have joined
         self._refused: set[str] = set()
         self._given, self._finished = given, finished
         self._running: dict[str, _Running] = {}
@@ -212,7 +212,7 @@ class Coordinator:
     def run(self, cancel: Cancel) -> None:
         """Compute all parts; return when all their tiles are in C, and no child process is left.
 
-        Raises the first error: of the input, of a part that failed too often, or that of `cancel`.
+        Raises the first error: of the input, of a part that failed too often, or of `cancel`.
         """
         self._take_over()
         write_whole(self._sidecar / GIVEN, self._given.packed())
@@ -243,7 +243,7 @@ class Coordinator:
     def _take_over(self) -> None:
         """Move the tiles into C that attempts of an earlier coordinator finished; remove these attempts.
 
-        Attempts of this run cannot be mixed up with those of another: a run that starts anew removes all.
+        These attempts belong to this run: a run that starts anew removes all attempts of earlier runs.
         """
         for attempt in old_attempts(self._sidecar):
             tail = Tail(attempt.folder(self._sidecar))
@@ -269,7 +269,7 @@ class Coordinator:
             raise ExecutionError(f"no worker has been left for {MAX_ALONE:.0f} s: {self._crew.remedy}")
 
     def _greet(self, names: Collection[str]) -> None:
-        """Ask the workers that have joined what they have, and let them take part if that suffices."""
+        """Survey the workers that have joined, and let those take part that can compute the product."""
         for name in names:
             if name not in self._found and name not in self._refused and name not in self._asked:
                 self._nonce.parent.mkdir(exist_ok=True)
@@ -283,7 +283,7 @@ class Coordinator:
                 self._found[name] = self._known[name] = found
 
     def _joined(self, name: str, task: Task) -> WorkerFacts | None:
-        """Return what a worker that has joined has answered; None if it cannot take part."""
+        """Return the facts of a worker that has joined; None if it cannot take part."""
         try:
             joined = self._survey.timed(self._survey.read(name, task, self._nonce))
             check_alike([next(iter(self._known.values())), joined])
@@ -315,7 +315,7 @@ class Coordinator:
                 epoch=fence.epoch,
                 attempt=attempt.name,
             )
-            # On a GPU, the process that has answered the survey computes the part.
+            # If the worker has a GPU, the child process that answered the survey computes the part.
             threads = self._job.output.noted["threads"] if worker.backend == "host" else None
             text = json.dumps(spec.to_dict() | {"environment": environment_of(threads)})
             task = self._crew.submit(name, in_worker.run, text)
@@ -356,7 +356,7 @@ class Coordinator:
             self._ended(name, why)
 
     def _why_failed(self, name: str, running: _Running) -> str | None:
-        """Return why an attempt failed; None if it succeeded. Raise what no other attempt can avoid."""
+        """Return why an attempt failed; None if it succeeded. Raise errors that every attempt would meet."""
         try:
             result = running.task.result()
         except BrokenExecutor as error:
@@ -372,7 +372,10 @@ class Coordinator:
         return str(result["message"])
 
     def _ended(self, name: str, why: str | None) -> None:
-        """Note that an attempt has ended, and why if it failed. Raises if its part has failed too often."""
+        """Note that an attempt has ended, and `why` if it failed.
+
+        Raises `ExecutionError` if its part has failed too often.
+        """
         attempt = self._running.pop(name).attempt
         part = self._parts[attempt.part]
         if not self._window.left(part.number):
@@ -409,7 +412,7 @@ class Coordinator:
             self._collect_ended()
 
     def _end_all(self) -> None:
-        """Wait until the child processes have ended. The fence has told them to."""
+        """Wait until the child processes have ended. The fence has told them to end."""
         self._crew.interrupt()
         until = time.monotonic() + MAX_STOP
         tasks = [running.task for running in self._running.values()]

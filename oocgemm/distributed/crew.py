@@ -1,8 +1,8 @@
 """The workers of a run, and how tasks reach them: threads of this process, an executor, or a dask cluster.
 
-Each worker of a cluster computes one part at a time: the scheduler would otherwise send it a queue of parts,
-and all of them would fail when the worker dies. dask's own retries are off, since the coordinator gives a
-lost part to another worker. This is the only module that imports dask.distributed.
+Each worker of a cluster computes one part at a time. Otherwise the scheduler would send a queue of parts to a
+worker, and all of these parts would fail when the worker dies. dask's own retries are off, since the
+coordinator gives a lost part to another worker. This is the only module that imports dask.distributed.
 """
 
 from abc import ABC, abstractmethod
@@ -16,9 +16,9 @@ from uuid import uuid4
 from oocgemm.distributed import processes
 from oocgemm.errors import ExecutionError, InputError
 
-# Names under which executors of several packages have their number of workers.
+# Attributes in which executors of several packages have their number of workers.
 _COUNTS = ("_max_workers", "max_workers", "num_workers")
-# Seconds in which a scheduler must answer, and in which it must have a worker.
+# Seconds in which a dask scheduler must answer, and seconds in which it must have a worker.
 MAX_CONNECT, MAX_WAIT = 8.0, 5.0
 
 
@@ -35,7 +35,7 @@ class Task(Protocol):
 
 
 class Crew(ABC):
-    """The workers. `remedy` says how the user adds one, for messages.
+    """The workers. `remedy` says in messages how the user adds a worker.
 
     `grows` tells whether workers may join during a run. `local` tells whether all workers are in this
     process.
@@ -57,14 +57,14 @@ class Crew(ABC):
 
     @abstractmethod
     def submit(self, name: str, function: Callable[[str], Any], text: str) -> Task:
-        """Call ``function(text)`` in a worker. `function` is one of `oocgemm.distributed.processes`."""
+        """Call ``function(text)`` in a worker. `function` is in `oocgemm.distributed.processes`."""
 
     def interrupt(self) -> None:  # noqa: B027 - most crews cannot
         """Make the workers of this process end their tasks soon. No more tasks may be submitted."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Release what the crew holds. Raises nothing."""
+        """Release the threads or connections of the crew. Raises nothing."""
 
 
 class Threads(Crew):
@@ -165,7 +165,7 @@ class Cluster(Crew):
 
     def names(self) -> Collection[str]:
         try:
-            # Not `scheduler_info`: a periodic callback can replace its answer by one without workers.
+            # Not `scheduler_info`: a periodic callback can replace its answer by an answer without workers.
             return list(self._client.nthreads())
         except Exception as error:  # the connection can fail in many ways
             raise ExecutionError(

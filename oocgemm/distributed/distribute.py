@@ -59,7 +59,7 @@ logger = logging.getLogger("oocgemm")
 def run_distributed(request: Request, progress: Progress | None, cancel: Cancel) -> Result:
     """Compute a product with the workers that a request names, and return when C is durable.
 
-    Before the first part begins, nothing of C is written.
+    Nothing of C is written before the first part begins.
     """
     origin, started = perf_counter_ns(), time()
     with TemporaryDirectory(prefix="oocgemm-") as temporary, crew_of(request) as crew:
@@ -87,7 +87,7 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
 
 
 def crew_of(request: Request) -> Crew:
-    """Return the workers that a request names. Raises `InputError` if it names several kinds of them."""
+    """Return the workers that a request names. Raises `InputError` if it names several kinds of workers."""
     if request.where.client is not None and request.where.executor is not None:
         raise InputError("client and executor both name workers: pass one of them")
     if request.where.client is not None:
@@ -116,7 +116,7 @@ def _check_places(request: Request) -> None:
 
 
 def _places(request: Request) -> dict[str, Any]:
-    """Return what the caller passed for A and B, and for D if the epilogue reads it."""
+    """Return the operands as the caller passed them, by name: A, B, and D if the epilogue reads it."""
     d = further(request.epilogue)
     found = dict(zip(request.into.names, (request.a.given, request.b.given), strict=True))
     return found if d is None else found | {"D": stores.located("D", d)}
@@ -139,10 +139,10 @@ def _absolute(request: Request) -> Request:
 
 
 def plan_for_workers(request: Request, plan: Callable[[Request], ReadyPlan]) -> ReadyPlan:
-    """Return the plan that workers would follow, without asking them what they have.
+    """Return the plan that workers would follow. The workers are not asked about their machines.
 
-    Workers of this machine share its budgets. Others are taken to have a machine and a device each, like
-    those of this process. `plan` plans a request for one process.
+    Workers of this machine share its budgets. Each other worker is assumed to have its own machine and
+    device, like those of this process. `plan` plans a request for one process.
     """
     with crew_of(request) as crew:
         count = len(crew.names())
@@ -178,7 +178,7 @@ def _plan(
     except BudgetError as error:
         if max(ram, device) == 1:
             raise
-        if error.naming is not None:  # the user names the sizes for all workers
+        if error.naming is not None:  # the user passes sizes for all workers together
             counts = {"device_memory": device}
             error = error.naming({x: size * counts.get(x, ram) for x, size in error.named.items()})
         message = f"each worker gets 1/{ram} of the host memory and 1/{device} of the device: {error}"
@@ -193,7 +193,7 @@ def _plan(
 
 @dataclass
 class _Run:
-    """A planned run, and the workers that take part. `folder` is temporary, and `known` is for the log."""
+    """A planned run, and the workers that take part. `folder` is temporary. `known` is for the log."""
 
     job: PreparedRun
     engine: Backend
@@ -208,7 +208,7 @@ class _Run:
     logs: list[WorkerLog] = field(default_factory=list)
 
     def complete(self, parts: tuple[Part, ...], progress: Progress | None, cancel: Cancel) -> Result:
-        """Compute all tiles of parts that are not done, and complete C."""
+        """Compute all unfinished tiles of parts, complete C, and return the result."""
         job, plan = self.job, self.job.plan
         facts: dict[str, Any] = {"checks": None, "retried": []}
         compute = partial(self.compute, progress=progress, cancel=cancel)
@@ -247,7 +247,7 @@ class _Run:
         progress: Progress | None,
         cancel: Cancel,
     ) -> None:
-        """Compute all tiles of parts of a job that are not done."""
+        """Compute all unfinished tiles of parts of a job."""
         sidecar, header = self.folder / "states", output.header_of(job)
         result: SharedResult = States(target.matrix)
         if isinstance(target, output.Journaled):
@@ -273,7 +273,7 @@ class _Run:
     ) -> None:
         """Compute the partial products of all slices of k, and add them. The sum has a log of its own."""
         path, host = str(self.folder / "sum"), socket.gethostname()
-        # The process that adds them is the coordinator.
+        # The process that adds the partial products is the coordinator.
         self.logs.append(WorkerLog("coordinator", host, "host", 0, 0, path, len(parts), 1, lost=False))
         products, slicing = partial_products(self.job, self.engine, parts, compute)
         adding = recorder(
@@ -288,9 +288,10 @@ class _Run:
 
 
 def _moved(logs: Iterable[WorkerLog], folder: Path, first: int) -> list[WorkerLog]:
-    """Move logs of attempts out of the folder of C's journal, which is removed before they are merged.
+    """Move logs of attempts out of the folder of C's journal, which is removed before the logs are merged.
 
-    Their names are numbers from `first` on. A process that died early has left no log.
+    Return the logs with their new paths. Their new names are numbers from `first` on. A process that died
+    early has left no log.
     """
     moved = []
     for number, log in enumerate(logs, first):
@@ -302,7 +303,7 @@ def _moved(logs: Iterable[WorkerLog], folder: Path, first: int) -> list[WorkerLo
 
 
 def _together(merged: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of the workers (`merge`) and those of the coordinator, as one run has them."""
+    """Return the facts of the workers (`merge`) and of the coordinator, combined as the facts of one run."""
     facts = own | merged | {"retried": [*merged["retried"], *own["retried"]]}
     return (
         facts if own["checks"] is None else facts | {"checks": own["checks"] | (merged.get("checks") or {})}

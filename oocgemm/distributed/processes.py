@@ -1,4 +1,4 @@
-"""The child processes of a worker: start them, give them tasks, and keep those that wait for another one.
+"""Start the child processes of a worker, give them tasks, and keep those that wait for another task.
 
 `run` and `ping` are the functions that run in a worker.
 """
@@ -22,19 +22,19 @@ from time import monotonic
 from typing import Any
 
 # A child process checks at this interval, in seconds, whether its coordinator still runs. If it does not, the
-# run has the second number of seconds to stop before the process exits. Together they are well below the 2 s
-# after which no child process may be left.
+# run has PATIENCE seconds to stop before the process exits. Both times together are well below the 2 s after
+# which no child process may be left.
 INTERVAL, PATIENCE = 0.5, 0.8
 # Exit codes of a process that did not stop in time, and of one that got no further task in `IDLE` seconds.
 EXIT_STOPPED, EXIT_IDLE = 70, 71
-# Backends whose processes stay for another task. To import CuPy and to start CUDA takes a second or two.
+# Backends whose processes stay for another task. Importing CuPy and starting CUDA takes a second or two.
 # A process that multiplies with a CPU starts fast, and its BLAS keeps the number of threads of its start.
 STAYING, IDLE = ("cuda",), 30.0
 # Poll interval in seconds: a coordinator in the same process may want the task to stop.
 POLL = 0.05
 # Seconds after which a child process that was told to stop is killed.
 MAX_STOP = INTERVAL + PATIENCE + 0.5
-# Longest part of what a failed child process printed that is returned, in bytes.
+# Maximum number of bytes that are returned from the output of a failed child process.
 MAX_PRINTED = 2000
 _lock = RLock()
 # The "error" of a task whose child process has died without a result.
@@ -66,7 +66,7 @@ class Child:
         self._tasks, self._answers = self._process.stdin, self._process.stdout
 
     def ask(self, text: str, stop: Event | None) -> bytes:
-        """Give the process a task, and return its answer; b"" if it has ended without one.
+        """Give the process a task, and return its answer; b"" if it has ended without an answer.
 
         If `stop` is set, tell the process to stop, and wait for the answer for at most `MAX_STOP` s.
         """
@@ -97,7 +97,7 @@ class Child:
         return self._process.wait()
 
     def printed(self) -> str:
-        """Return the end of what the process has printed."""
+        """Return the end of the text that the process has printed."""
         self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - MAX_PRINTED))
         return self._printed.read().decode(errors="replace").strip()
 
@@ -123,9 +123,9 @@ def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Key:
-    """What a process that waits for another task must have in common with one that is started for the task.
+    """The properties by which a waiting child process is chosen: it must have those of a newly started one.
 
-    `process` is the one that started it: a fork must not use the pipes of its parent.
+    `process` is the id of the process that started it: a fork must not use the pipes of its parent.
     """
 
     process: int
@@ -134,7 +134,7 @@ class Key:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Key":
-        """Return the key of a child process that is started now. Its folder is "" if that was removed."""
+        """Return the key of a child process that is started now. `folder` is "" if it was removed."""
         folder = ""
         with suppress(OSError):
             folder = os.getcwd()
@@ -143,14 +143,16 @@ class Key:
 
 # Child processes that wait for another task.
 _idle: dict[Key, list[Child]] = {}
-# Otherwise a fork could copy the lock while a thread holds it that the new process does not have.
+# Otherwise a fork could copy a locked lock, and the new process does not have the thread that would unlock
+# it.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class _Starter:
-    """The thread that starts this process's children. The system kills them when it ends (`die_with_parent`).
+    """The thread that starts this process's children.
 
-    So it must outlive the threads that give tasks to them.
+    The system kills the children when this thread ends (`die_with_parent`). So it must outlive the threads
+    that give tasks to the children.
     """
 
     def __init__(self) -> None:
@@ -193,7 +195,7 @@ def take(key: Key) -> Child | None:
 
 
 def keep(key: Key, child: Child) -> None:
-    """Let a child process wait for another task. If none comes, it ends by itself."""
+    """Let a child process wait for another task. It ends by itself if it gets no task."""
     with _lock:
         _end_dead()
         _idle.setdefault(key, []).append(child)
@@ -222,7 +224,7 @@ def _end_dead() -> None:
 
 
 def run(text: str, stop: Event | None = None) -> dict[str, Any]:
-    """Do a task in a child process, and return its result. It has the key "error" if the task failed.
+    """Do a task in a child process, and return its result, which has the key "error" if the task failed.
 
     Args:
         text: the task, as JSON. Its "environment" has variables for the child process; null unsets one.
@@ -239,7 +241,7 @@ def run(text: str, stop: Event | None = None) -> dict[str, Any]:
         try:
             answer = child.ask(text, stop)
             if not answer and child.wait() == EXIT_IDLE:
-                continue  # it has ended without a look at the task
+                continue  # it has ended before it read the task
             result = _result(child, answer)
             stays = result.pop("stays", False) and not (stop is not None and stop.is_set())
         finally:
@@ -256,7 +258,7 @@ def ping(text: str) -> int:
 
 
 def _result(child: Child, answer: bytes) -> dict[str, Any]:
-    """Return the result that a process has answered, or how it died."""
+    """Return the result that a process has answered, or an error that says how the process died."""
     try:
         result: dict[str, Any] = json.loads(answer)
         return result

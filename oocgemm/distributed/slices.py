@@ -1,7 +1,7 @@
 """Products whose k is divided into slices: compute the partial product of each slice, then add them.
 
-The partial products are one array in the folder of C's journal, with a journal of its own. It is computed
-like any other product, by the same workers, and it can be resumed. The result has the same bits for any
+The partial products are one array in the folder of C's journal, with a journal of its own. The same workers
+compute this array like any other product, and its run can be resumed. The result has the same bits for any
 number of workers, since the slices follow from the plan: `add_slices` adds in the order of the slices, then
 applies alpha and beta.
 """
@@ -33,9 +33,9 @@ from oocgemm.stores import Array, Matrix, pieces
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
 
-# Blocks of C have at least this many elements, if its chunks have fewer.
+# Minimum number of elements of a block of C that is added, if chunks have fewer.
 MIN_ELEMENTS = 1 << 18
-# More threads than this add no faster: they wait for memory.
+# Maximum number of threads. More threads would only wait for memory.
 MAX_THREADS = 8
 LANES = {Kind.READ: Lane.READ, Kind.FINISH: Lane.COMPUTE, Kind.WRITE: Lane.WRITE}
 
@@ -97,9 +97,9 @@ def add_slices(
     origin: int,
     cancel: Cancel,
 ) -> None:
-    """Compute all tiles of a plan that are not done from the partial products of its slices, in threads.
+    """Compute the unfinished tiles of a plan from the partial products of its slices, in threads.
 
-    `plan` is that of the whole product, which is written to `target`, and read from there if beta is not 0.
+    `plan` is the plan of the whole product. C is written to `target`, and read from there if beta is not 0.
     Times in `log` are counted from `origin`, a value of `perf_counter_ns`.
     """
     stopped: list[BaseException] = []
@@ -149,7 +149,7 @@ def _scalar(problem: GemmProblem, value: complex) -> complex:
 def partial_products(
     job: PreparedRun, engine: Backend, parts: tuple[Part, ...], compute: Compute
 ) -> tuple[Matrix, Slicing]:
-    """Compute the partial products of all slices of k; return them, stacked, and the slices.
+    """Compute the partial products of all slices of k. Return the stacked products, and the slices.
 
     `job` is the whole product, planned for `engine`. Each of its `parts` belongs to one slice. `compute`
     computes parts of a job, and moves their tiles into its C.
@@ -186,8 +186,8 @@ def partial_products(
 def parts_again(plan: Plan, workers: int, k_slices: int) -> tuple[Part, ...]:
     """Divide the plan of an interrupted run into about as many parts as there are workers.
 
-    The bits of C follow from the tiles and the slices of k of the plan. Of the divisions of each slice, the
-    one is chosen whose parts read least of A and B.
+    The bits of C follow from the tiles and the slices of k of the plan. Among the divisions of each slice,
+    the function chooses the division whose parts read least of A and B.
     """
     if plan.has_whole_rows:
         return bands(plan.grid, workers)

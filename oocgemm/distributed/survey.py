@@ -1,7 +1,6 @@
-"""Find out what the workers have, and refuse those that cannot compute the product. Nothing of C is written.
+"""Survey the workers, and refuse those that cannot compute the product. Nothing of C is written.
 
-`planning_engine` is the backend of the workers, as far as planning needs it in a process that may not have
-their device.
+`planning_engine` returns a backend to plan with, in a process that may not have the device of the workers.
 """
 
 import json
@@ -36,10 +35,11 @@ from oocgemm.system.installed import __version__
 
 # Environment variables with the number of threads of a BLAS. Workers of dask set them to 1.
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Seconds in which a worker must answer. Starting Python and CUDA from a network file system can take many.
+# Seconds in which a worker must answer. Starting Python and CUDA from a network file system can take long.
 MAX_ANSWER = 60.0
+# Number of pings that measure the offset of a clock.
 PINGS = 8
-# Seconds between two looks for answers, and how often a worker is asked whose child process is killed.
+# Poll interval for answers, in seconds, and how often a worker is asked if its child process dies.
 PAUSE, MAX_ASKED = 0.02, 3
 
 
@@ -49,10 +49,10 @@ class DiedError(BackendError):
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What a worker has.
+    """Facts about a worker: its machine, its device and its arithmetic.
 
     - `host`: the name of its machine. `machine` is an id of the running system, `cores` its usable cores.
-    - `backend`, `kernel`, `library`: what multiplies. Where they are equal, products are equal bit for bit.
+    - `backend`, `kernel`, `library`: they multiply. If they are equal, products are equal bit for bit.
     - `described`: names and versions of device and libraries. `multiprocessors` are those of the device.
     - `place`: identifies the device on the machine. `free` is its free memory, `available` that of the host.
     - `offset_ns`: the worker's wall clock minus that of this machine. `error_ns` is its maximum error.
@@ -79,11 +79,10 @@ class WorkerFacts:
 
 
 class Survey:
-    """Asks workers what they have.
+    """Asks workers for their facts (`WorkerFacts`).
 
-    The survey creates a file in a folder for a moment: next to C, or in that of a run whose result is in
-    memory. The file has what the workers are given. It also shows which of them see the same storage as this
-    process.
+    For a moment, the survey creates a file next to C or, if the result is in memory, in a temporary folder.
+    The file has the `Given` of the workers. A worker that can read it sees the same storage as this process.
     """
 
     def __init__(self, crew: Crew, request: Request, findings: Findings, folder: Path) -> None:
@@ -131,7 +130,7 @@ class Survey:
         return self._crew.submit(name, in_worker.run, json.dumps(task))
 
     def read(self, name: str, task: Task, nonce: Path) -> WorkerFacts:
-        """Return what a worker answered. Raises `InputError` or `BackendError` if it cannot take part."""
+        """Return the facts from a worker. Raises `InputError` or `BackendError` if it cannot take part."""
         try:
             answer = task.result()
         except (Exception, CancelledError) as error:
@@ -158,7 +157,7 @@ class Survey:
         return WorkerFacts(worker=name, **(known | {"cores": tuple(answer["cores"])}))
 
     def run(self) -> dict[str, WorkerFacts]:
-        """Ask all workers, and return what they have, by name. Raises the first error."""
+        """Ask all workers, and return their facts by name. Raises the first error."""
         names = list(self._crew.names())
         asked = Counter(names)
         found: dict[str, WorkerFacts] = {}
@@ -188,7 +187,7 @@ class Survey:
         return {name: self.timed(found[name]) for name in names if name in found}
 
     def timed(self, found: WorkerFacts) -> WorkerFacts:
-        """Measure the offset of a worker's clock: the ping that took least time has the least error."""
+        """Return the facts with the offset of the worker's clock, from the shortest of several pings."""
         if found.machine == machine():
             return found
         best = found.offset_ns, 2**62
@@ -203,9 +202,9 @@ class Survey:
 
 
 def environment_of(threads: int | None) -> dict[str, str | None]:
-    """Return what a child process changes in the environment of its worker; None unsets a variable.
+    """Return the variables of a worker's environment that change for a child process; None unsets a variable.
 
-    `threads` is how many threads its BLAS uses; None stands for all cores.
+    `threads` is the number of threads of the child's BLAS; None stands for all cores.
     """
     number = None if threads is None else str(threads)
     return {CHOICE: os.environ.get(CHOICE)} | dict.fromkeys(THREADS, number)
@@ -277,9 +276,9 @@ def check_memory(plan: Plan, found: Collection[WorkerFacts]) -> None:
 
 
 def blas_threads(crew: Crew, found: Collection[WorkerFacts], earlier: Earlier | None) -> int:
-    """Return how many threads the BLAS of every worker must use: with other numbers, bits may differ.
+    """Return how many threads the BLAS of every worker must use. With other numbers, bits may differ.
 
-    A resumed run uses as many as the run that it resumes. Raises `InputError` if a worker has too few cores.
+    A resumed run uses as many threads as the earlier run. Raises `InputError` if a worker has too few cores.
     """
     asked = next((os.environ[name] for name in THREADS if crew.local and name in os.environ), "")
     shares = sharers(found)
@@ -311,7 +310,7 @@ def planning_engine(found: Collection[WorkerFacts]) -> Backend:
 
 
 class _Described:
-    """A backend in other processes: it answers what planning asks, and cannot run a plan."""
+    """The backend of other processes: it has the properties that planning needs, and cannot run a plan."""
 
     def __init__(self, found: WorkerFacts, free: int) -> None:
         self.name = found.backend

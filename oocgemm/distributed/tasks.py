@@ -1,7 +1,7 @@
-"""What is sent to workers and their child processes.
+"""The data that is sent to workers and their child processes.
 
-A task is a line of JSON. What the product needs beside it, the request with its arrays and the results of
-passes over the operands, is in a file that all workers see (`packed`).
+A task is a line of JSON. A file that all workers see has the other data that the product needs: the request
+with its arrays, and the results of passes over the operands (`Given`).
 """
 
 import importlib
@@ -27,10 +27,10 @@ _PACKAGE = "oocgemm"
 
 @dataclass(frozen=True, kw_only=True)
 class PartSpec:
-    """A part, for a child process.
+    """The task to compute a part, for a child process.
 
     - `given`: the path of a file with the `Given` of the run.
-    - `header`: the header of the master journal: identity, plan and version of the run.
+    - `header`: the header of the coordinator's journal: identity, plan and version of the run.
     - `rows`, `cols`, `done`: the tile rows and tile columns of the part, and its tiles that are done already.
     - `library`: the library and device that must multiply (`survey.WorkerFacts.library`).
     - `folder`: the folder of the attempt.
@@ -60,7 +60,7 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class Given:
-    """What every process of a run is given.
+    """The data that every process of a run gets.
 
     `request` has absolute paths, and the memory budgets of one process. `findings` are the results of passes
     over its operands. `nonce` tells the files of several runs apart.
@@ -72,7 +72,7 @@ class Given:
 
     @classmethod
     def of(cls, request: Request, findings: Findings, nonce: str = "") -> "Given":
-        """Return what workers get of a request: all but the options that only the coordinator uses."""
+        """Return the data for workers: the request, without the options that only the coordinator uses."""
         where = Where(request.where.backend, request.where.kernel, request.where.device, workers=1)
         request = replace(
             request,
@@ -117,7 +117,7 @@ def unpack(path: str | Path) -> Any:
 
 
 def _plain(value: Any, arrays: list[Array]) -> Any:  # noqa: PLR0911  # one per kind of value
-    """Return a value as plain data. Arrays are appended to `arrays`, and replaced by their numbers."""
+    """Return a value as plain data. Arrays are appended to `arrays`, and replaced by their indices there."""
     match value:
         case Enum():
             return {"class": _name(value), "value": value.value}

@@ -32,8 +32,8 @@ If the check finds a column of op(B) with nonfinite elements, it starts again, a
 the sums.
 
 *Chained products.* `check_chained` checks ``Z = X^T (X Q + 1 row)``. For vectors y of
-random signs, Z y must be ``X^T (X (Q y) + 1 (row y))``. X is read once more for it. A single wrong element of
-Z is found with any signs, if it is above the rounding error.
+random signs, Z y must be ``X^T (X (Q y) + 1 (row y))``. For this, X is read once more. A single wrong element
+of Z is found with any signs, if its error is above the rounding error.
 
 Rounding errors are taken to be independent and of mean 0 (Higham and Mary, 2019). With the roundoff u, a sum
 of n terms then has an error of about u sqrt(n) times its largest partial sum, which is about as large as the
@@ -42,8 +42,9 @@ of n terms then has an error of about u sqrt(n) times its largest partial sum, w
     u (sqrt(rows) |z_j| + |x_j| |T| + |x_j| E)
     E = (|X| |Q| + sqrt(cols) |T|) / sqrt(rows) + sqrt(rows) |c| |Q|
 
-for row j of Z, column j of X, T = X Q + 1 row, and the means c of the columns of X. E is the error of T. Its
-last part is for rows of X that are alike, whose errors are too. The norm of T is about that of T y.
+for row j of Z, column j of X, T = X Q + 1 row, and the means c of the columns of X. E is the error of T. The
+last summand of E is for rows of X that are alike, because their errors are alike too. The norm of T is about
+that of T y.
 """
 
 import threading
@@ -81,11 +82,11 @@ GROUP = 1024
 # takes about as long as reading op(A). All these multiplications together may take this share of the time to
 # read A, B and C.
 MAX_SHARE = 1 / 2
-# Minimum rows of C, and minimum extent along k, of a block, unless the matrices are
-# smaller. If a chunk is larger, its extent is the minimum.
+# Minimum number of rows of C in a block, and its minimum extent along k, unless the matrices are smaller. If
+# a chunk is larger, its extent is the minimum.
 MIN_BLOCK = 256
-# Minimum number of elements that a thread reads at a time. Each group of columns has at least as many in C
-# and in op(B), if these are large enough.
+# Minimum number of elements that a thread reads at a time. A group of columns has at least this many elements
+# in C and in op(B), if these matrices are large enough.
 MIN_PIECE = 1 << 15
 
 
@@ -131,7 +132,10 @@ class Blocks:
 def cut(
     problem: GemmProblem, x: CheckedProduct, memory: int, threads: int, groups: int | None = None
 ) -> Blocks:
-    """Divide a check so that it takes at most `memory` bytes, with at most so many threads and groups."""
+    """Return blocks with which a check takes at most `memory` bytes.
+
+    `threads` and `groups` are maximum numbers of threads and of groups of columns.
+    """
     m, n, k = x.shape
     k = k if problem.depth else 0
     wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
@@ -196,8 +200,9 @@ _KNOWN, _NEW = 1, 2
 class CheckResult:
     """The result of one check of C.
 
-    Flags of shape (rows, groups) of what is `wrong`; the largest ratio of an error to its tolerance, which is
-    infinite for an element that is wrongly finite or nonfinite; and the largest tolerance of any sum.
+    `wrong` flags the rows with errors in each group, in shape (rows, groups). `excess` is the largest ratio
+    of an error to its tolerance; it is infinite if an element is wrongly finite or nonfinite. `tolerance` is
+    the largest tolerance of any sum.
     """
 
     wrong: Array
@@ -208,7 +213,7 @@ class CheckResult:
 class Check:
     """One check of the columns `cols` of C, which finds the wrong rows. `bound` is one of `BOUNDS`.
 
-    To find wrong columns, pass the transposed product; `cols` are rows of C then.
+    To find wrong columns, pass the transposed product, and rows of C as `cols`.
     """
 
     def __init__(
@@ -238,7 +243,7 @@ class Check:
         self._tolerance = SumTolerance(problem, bound, self._k, min(blocks.group, cols[1] - cols[0]), tests)
 
     def run(self) -> CheckResult:
-        """Compare C with the product, again without columns of op(B) that turn out to have an Inf or NaN."""
+        """Compare C with the product, and return the result. Columns of op(B) with an Inf or NaN are excluded."""
         found = CheckResult(np.zeros((self._m, self._groups), bool), 0.0, 0.0)
         if self._m == 0 or self._cols[0] == self._cols[1]:
             return found
@@ -297,7 +302,7 @@ class Check:
         self._passes.each(self._x.right, sums.span, self._cols, act, cuts=self._cuts, columns=VECTORS)
 
     def _add_left(self, rows: Rows, sums: Sums) -> None:
-        """Add op(A) times `sums.values` to `rows.expected`, for `sums.span`, with what bounds its error."""
+        """Add op(A) times `sums.values`, for `sums.span` of k, to `rows.expected`, and add its bounds."""
 
         def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at = slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0])
@@ -394,10 +399,10 @@ def _without_nonfinite(
 ) -> tuple[Array, Array | None, Array, Array]:
     """Replace nonfinite elements of a block of C by zeros, and check their positions.
 
-    `nonfinite` flags elements whose row of op(A) or column of op(B) has an Inf or NaN, `overflow` those that
-    may be Inf or NaN, and `too_large` those that may be Inf. Returns the block and the old block without
-    elements that cannot be compared, flags of the rows with an element that is wrongly finite or wrongly
-    nonfinite, and flags of the elements that were replaced.
+    `nonfinite` flags elements whose row of op(A) or column of op(B) has an Inf or NaN, `overflow` flags
+    elements that may be Inf or NaN, and `too_large` elements that may be Inf. Returns the block and the old
+    block without elements that cannot be compared, flags of the rows with an element that is wrongly finite
+    or wrongly nonfinite, and flags of the elements that were replaced.
     """
     actual = ~np.isfinite(found)
     may = nonfinite | overflow | (np.isinf(found) & too_large)
@@ -424,7 +429,7 @@ def hull(which: Array) -> Range:
 
 # Number of vectors of random signs.
 COMBINATIONS = 2
-# The bound of an error, divided by its estimate.
+# Ratio of the bound of a rounding error to its estimate.
 DEVIATION = 32
 
 
@@ -441,7 +446,7 @@ def check_chained(
     """Raise `ExecutionError` if `result` is not ``X^T (X Q + 1 row)`` within rounding error.
 
     `factor` is Q, with further columns of zeros. A thread reads `band` rows of X at a time, and calls
-    `report`; the check ends if that raises.
+    `report`. If `report` raises an error, the check ends.
     """
     rows, cols = x.shape
     signs = SignVectors(0).part(0, len(row))[:, :COMBINATIONS]
@@ -482,7 +487,7 @@ def check_chained(
         bound = np.sqrt(rows) * of_z + np.sqrt(squares) * (of_t + errors)
         bound = DEVIATION * unit * bound + len(row) * float(np.finfo(result.dtype).tiny)
         difference = np.abs(result.astype(np.float64) @ signs - expected).max(axis=1)
-        # Sums that are that large may overflow. The caller reports elements that are not finite.
+        # Larger sums may overflow. The caller reports elements that are not finite.
         fits = np.sqrt(squares) * of_t < float(np.finfo(result.dtype).max) / 16
         decided = np.isfinite(expected).all(axis=1) & fits
         wrong = np.flatnonzero(decided & ~(difference <= bound))

@@ -29,11 +29,12 @@ from oocgemm.timeline.spans import BusyTime
 class StripSums:
     """The checksums that decide whether a strip of C is correct.
 
-    Block (i, j) of it has rows `rows[i]` to `rows[i + 1]` and columns `cols[j]` to `cols[j + 1]`. For each
-    block, there are the sum of elements with random signs, and an upper bound of the norm: of the computed
-    strip (`found`, whose bound is 0 if it is not used), of op(A) op(B), predicted from A and B (`product`),
-    and of the `old` C. `nonfinite` flags the rows of op(A), columns of op(B) and rows of the old C with an
-    Inf or NaN. If `damaged`, a digest differs, so that the checksums may be those of damaged data.
+    Block (i, j) of the strip has rows `rows[i]` to `rows[i + 1]` and columns `cols[j]` to `cols[j + 1]`.
+    Three matrices have two numbers per block: the sum of elements with random signs, and an upper bound of
+    the norm. They are the computed strip (`found`, with bounds of 0 if they are not used), op(A) op(B) as
+    predicted from A and B (`product`), and the `old` C. `nonfinite` flags the rows of op(A), columns of op(B)
+    and rows of the old C with an Inf or NaN. If `damaged`, a digest differs, so that the checksums may be
+    those of damaged data.
     """
 
     rows: list[int]
@@ -49,17 +50,18 @@ class StripSums:
 class BlockSums:
     """Checksums of one matrix (a panel, or a strip of C), added up piece by piece.
 
-    It is cut into blocks along one axis as stored. Checksums are sums along this `axis` with random signs.
+    The matrix is cut into blocks along one axis as stored. Checksums are sums along this `axis` with random
+    signs.
 
     Attributes:
         begin: where the matrix begins in the stored operand: along `axis`, then along the other axis.
         conjugate: whether to conjugate the sums.
         signs: 1.0 or -1.0, one per index along `axis`.
-        borders: where the blocks begin, and the end of the last one, counted from `begin`.
+        borders: where the blocks begin, and where the last block ends, counted from `begin`.
         sums: of shape (blocks, extent of the other axis).
         norms: the Frobenius norm of each block.
-        nonfinite: flags of the indices along `axis` with an Inf or NaN; None if there are none so far.
-        sums_only: compute `sums` alone.
+        nonfinite: flags of the indices along `axis` with an Inf or NaN; None if no Inf or NaN was found yet.
+        sums_only: whether to compute `sums` alone.
     """
 
     begin: tuple[int, int]
@@ -112,9 +114,9 @@ class BlockSums:
 class TileSums:
     """The checksums that a tile of C must have, added up while its product is computed.
 
-    The arrays have one value per block: of op(A) op(B) the sum of elements with random signs, and an upper
-    bound of the norm of |A| |B|, and the same of the old C. `nonfinite` is as in `StripSums`. `unchecked`
-    counts rows.
+    The arrays have one value per block. `product` is the sum of elements of op(A) op(B) with random signs,
+    `norm` an upper bound of the norm of |A| |B|. `old` and `old_norm` are the same for the old C. `nonfinite`
+    is as in `StripSums`. `unchecked` is the number of rows that have not been checked.
     """
 
     rows: list[int]
@@ -128,13 +130,13 @@ class TileSums:
 
 
 class HostSums:
-    """The checksums of one run, computed by host threads, which note in `busy` when they do it."""
+    """The checksums of one run, computed by host threads. `busy` records when they compute."""
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
         self._plan = plan
         self._problem = problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))
-        # The checksums of a panel of a Gram matrix serve in both roles. So rows and columns have equal signs.
+        # In a Gram matrix, a panel is a panel of both A and B. So rows and columns have equal signs.
         self._signs = signs(seed, 0, problem.m), signs(seed, int(not problem.b.shares), problem.n)
         self._panels: dict[Slot, BlockSums] = {}
         self._tiles: dict[Tile, TileSums] = {}
@@ -167,7 +169,7 @@ class HostSums:
             tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
 
     def submit(self, operation: Operation, host: HostBlock) -> None:
-        """Copy the checksums of an uploaded panel; add up the product of those of multiplied panels."""
+        """Copy the checksums of an uploaded panel; add up the products of the checksums of two panels."""
         if operation.kind is Kind.UPLOAD and operation.operand != "C":
             self._panels[operation.writes[0].slot] = self._panels[operation.reads[0].slot]
         elif operation.kind is Kind.MULTIPLY and operation.k[0] < operation.k[1]:
@@ -186,7 +188,7 @@ class HostSums:
             self._busy.append((start, perf_counter_ns()))
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
-        """Return the computed and the predicted checksums of a strip of C. Call this once, as `expected`."""
+        """Return the computed and the predicted checksums of a strip of C. Call this once per strip."""
         parts = located(operation, columns)
         return self.expected(
             operation, *self._computed(operation, parts, sums_only=not self._problem.finishes)
@@ -210,7 +212,10 @@ class HostSums:
         return sums, found.norms[:, None]
 
     def expected(self, operation: Operation, sums: Array, norms: Array) -> StripSums:
-        """Return the sums and norms of a strip with the predicted ones, deleted after the last strip."""
+        """Return the given sums and norms of a strip with the predicted ones.
+
+        Call this once per strip: after the last strip of a tile, the checksums of the tile are deleted.
+        """
         tile = self._tile(operation.tile)
         rows, cols = self._blocks(tile, operation)
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
@@ -281,8 +286,8 @@ class HostSums:
 def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
     """Cut a piece of a matrix, from its row `top` on, where blocks begin: at the rows `cuts`.
 
-    Yields each run of blocks with the same number of rows in the piece: the index of the first block, an
-    array of shape (blocks, rows, columns), and the row of the piece at which it begins.
+    Yields each run of blocks that have the same number of rows in the piece: the index of the first block, an
+    array of shape (blocks, rows, columns), and the row of the piece at which the run begins.
     """
     stop = top + piece.shape[0]
     first = bisect_right(cuts, top) - 1
@@ -300,8 +305,8 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
 def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     """Convert an array of shape (blocks, rows, columns) to double precision, in parts.
 
-    Yields the blocks, the elements and the columns of each part, which is valid until the next one. It has at
-    most `WIDENING_ELEMENTS` elements, unless one column has more. An array in double precision is yielded
+    Yields the blocks, the elements and the columns of each part. A part is valid until the next part. It has
+    at most `WIDENING_ELEMENTS` elements, unless one column has more. An array in double precision is yielded
     whole.
     """
     wide = wide_dtype(blocks.dtype)
@@ -316,7 +321,8 @@ def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
         for left in range(0, width, across):
             cols = slice(left, min(left + across, width))
             part = blocks[groups, :, cols]
-            # The copy keeps the order of the axes, so that both are contiguous along the same one.
+            # The copy keeps the order of the axes, so that source and copy are contiguous along the same
+            # axis.
             turned = part.strides[2] != part.itemsize
             shape = (part.shape[0], *part.shape[:0:-1]) if turned else part.shape
             room = scratch_array("widened", shape, wide)

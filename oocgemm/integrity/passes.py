@@ -62,7 +62,7 @@ class Oriented:
         return replace(self, swapped=not self.swapped)
 
     def pieces(self, rows: Range, cols: Range, min_elements: int) -> Iterator[tuple[Range, Range]]:
-        """Cut a block into pieces of at least `min_elements`: whole chunks or, if it can, their rows."""
+        """Cut a block into pieces of at least `min_elements`: whole chunks, or rows of chunks."""
         size = min(min_elements, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
         for r, c in pieces(*self._stored(rows, cols), self._cut_along(min_elements), size):
             yield (c, r) if self.swapped else (r, c)
@@ -86,8 +86,8 @@ class Oriented:
     def _cut_along(self, min_elements: int) -> tuple[int, int]:
         """Return the shape, as stored, of the units from which `pieces` forms pieces.
 
-        It is a whole chunk, or, if the store can read parts of it, rows of a chunk with at most
-        `min_elements`.
+        A unit is a whole chunk. If the store can read parts of chunks, a unit is some rows of a chunk, with
+        at most `min_elements`.
         """
         layout = self.matrix.layout
         height, width = (min(pair) for pair in zip(layout.read_chunk, self.matrix.shape, strict=True))
@@ -131,8 +131,8 @@ class Passes:
         """Read a block of a matrix in several threads, and call `act` with each part of it, if given.
 
         Parts begin at the columns `cuts`. They are so small that the BLAS multiplies them by `columns`
-        columns in one thread. Of another matrix `beside`, the same block is read and passed to `act`. If a
-        thread fails, all stop, and its error is raised.
+        columns in one thread. The same block of another matrix `beside`, if given, is read and passed to
+        `act` too. If a thread fails, all threads stop, and its error is raised.
         """
         if rows[0] == rows[1] or cols[0] == cols[1]:
             return
@@ -210,7 +210,7 @@ class Passes:
                         act((r0, r1), (left, right), parts[0], parts[1] if len(parts) > 1 else None)
 
     def _wide(self, thread: int, number: int, source: Oriented | None, part: Array) -> Array:
-        """Return a part in double precision, conjugated if need be. It is valid until the next call."""
+        """Return a part in double precision, conjugated if `source` is. It is valid until the next call."""
         assert source is not None
         wide = wide_dtype(part.dtype)
         if part.dtype == wide and not source.conjugate:
@@ -225,7 +225,7 @@ class Passes:
         return wide_part
 
     def _buffer(self, key: tuple[int, int], size: int) -> Array:
-        """Return a buffer for (thread, purpose), the same if it is large enough: it has no page faults."""
+        """Return a buffer for (thread, purpose). An old one is reused if it fits: its pages are mapped."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < size:
             self._buffers.pop(key, None)
@@ -313,7 +313,7 @@ class Rows:
         self.nonfinite = np.zeros(extent, bool)
 
     def add_final_bias(self) -> None:
-        """Replace `bias` by the estimate over the whole of k if larger: parts may hide a common sign."""
+        """Replace `bias` by its estimate over all of k where this is larger: parts may hide a common sign."""
         np.maximum(self.bias, bias_of(self.expected, self.terms), out=self.bias)
 
 
@@ -321,10 +321,10 @@ def bias_of(sums: Array, terms: Array) -> Array:
     """Estimate by how much larger partial sums of op(A) op(B) are than sums of terms with random signs.
 
     A partial sum adds the terms a_ip b_pj of one element over a part of k. If most terms have the same sign,
-    partial sums are larger, and so are their rounding errors. `sums` are their products with `VECTORS`
-    vectors of random signs, for each row and group of columns, `terms` the 2-norms of the terms. Returns the
-    2-norm of the partial sums, estimated from `sums`, minus 2.5 times `terms`, for the error of the estimate;
-    at least 0.
+    partial sums are larger, and so are their rounding errors. For each row and group of columns, `sums`
+    are the products of the partial sums with `VECTORS` vectors of random signs, and `terms` the 2-norms of
+    the terms. Returns the 2-norm of the partial sums, estimated from `sums`, less 2.5 times `terms` for the
+    error of the estimate; at least 0.
     """
     # The mean of the absolute values of `sums` is about 0.8 times the 2-norm of the partial sums.
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)

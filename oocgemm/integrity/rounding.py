@@ -1,4 +1,4 @@
-"""Bound rounding errors: of a product, of sums with random signs, and of what an epilogue makes of them.
+"""Bound the rounding errors of a product, of sums with random signs, and of the steps of an epilogue.
 
 With unit roundoff u, a sum of n products in any order has an error of at most gamma_n |A| |B| in each
 element, where gamma_n = n u / (1 - n u) (Higham, *Accuracy and Stability of Numerical Algorithms*, 2002,
@@ -13,9 +13,9 @@ row i in the group. The symbols are:
     c       the number of successive rounded additions that compute one element of C
     S_ij    sum_p (a_ip b_pj)^2, the sum of the squared terms of C_ij
 
-There are two bounds, and the user chooses one of them. Each holds for one sum with a probability of at least
-1 - 2 exp(-t). The value of t depends on the number of sums: the probability that the check of a correct C
-fails is at most `FALSE_ALARM`.
+There are two bounds, and the user chooses between them. Each bound holds for one sum with a probability of at
+least 1 - 2 exp(-t). The value of t depends on the number of sums: the probability that the check of a correct
+C fails is at most `FALSE_ALARM`.
 
 *Probabilistic.* Sources: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019);
 *Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020).
@@ -39,11 +39,11 @@ With a reduced precision (tf32, bf16), the operands are rounded before the produ
 another summand. It is larger than for independent errors, because the error of an element of A affects its
 whole row of C.
 
-*Epilogues.* `RoundedElements` bounds what a run may make of an element of the product. The product c of a row
-and a column, computed in float64, lies between c - e and c + e as the run computes it, for a bound e of the
-rounding error. Each step of an epilogue is monotonic in c. So it maps the interval to the interval between
-the images of its ends. Intervals are widened by the rounding errors of the steps, which are computed in
-float64, and of the cast to the dtype in which elements are stored or compared.
+*Epilogues.* `RoundedElements` bounds the results that a run may compute from an element of the product. The
+product c of a row and a column, computed in float64, lies between c - e and c + e as the run computes it, for
+a bound e of the rounding error. Each step of an epilogue is monotonic in c. So it maps the interval to the
+interval between the images of its ends. Intervals are widened by the rounding errors of the steps, which are
+computed in float64, and of the cast to the dtype in which elements are stored or compared.
 """
 
 from math import log, sqrt
@@ -152,7 +152,7 @@ class Rounding:
     def tolerance(self, norm: Array, stored: Array, elements: Array | float) -> Array:
         """Return the error bounds of sums of elements of C with random signs.
 
-        For each sum, `norm` is the result of that method, and `stored` the norm of its elements of C as
+        For each sum, `norm` is the result of the method `norm`, and `stored` the norm of its elements of C as
         stored. The bound is 0 for a C of integers whose sums are exact in float64.
         """
         root = np.sqrt(elements)
@@ -162,9 +162,10 @@ class Rounding:
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Return where elements may be Inf or NaN, as sums overflow, and where Inf by the cast to C's dtype.
+        """Return two arrays of flags: sums may overflow to Inf or NaN; the cast to C's dtype may give Inf.
 
-        For each set of elements of C, `product` is the norm of |A| |B|, and `norm` the result of that method.
+        For each set of elements of C, `product` is the norm of |A| |B|, and `norm` the result of the method
+        `norm`.
         """
         return ~((product < self.max_finite) & (norm < self.max_finite)), ~(norm < self._max_stored)
 
@@ -178,7 +179,10 @@ def norms(x: Array) -> Array:
 
 
 def block_squares(blocks: Array) -> Array:
-    """Return sums of squares of arrays (blocks, rows, columns), fastest if the last axis is contiguous."""
+    """Return the sum of squares of each block of an array of shape (blocks, rows, columns).
+
+    This is fastest if the last axis is contiguous.
+    """
     flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
     return np.asarray(np.vecdot(flat, flat).sum(axis=-1))
 
@@ -194,7 +198,7 @@ def block_norms(blocks: Array, squares: Array) -> Array:
 
 
 def signed(x: Array, blocks: Array) -> Array:
-    """Return the sums of the rows of blocks (blocks, rows, columns), multiplied by signs (blocks, rows)."""
+    """Multiply the rows of blocks (blocks, rows, columns) by signs (blocks, rows); return sums of rows."""
     if blocks.dtype.kind == "c":
         # Otherwise einsum would convert the signs to complex numbers, and multiply twice as often.
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
@@ -203,7 +207,7 @@ def signed(x: Array, blocks: Array) -> Array:
 
 
 def add_product(c: Array, a: Array, b: Array) -> None:
-    """Compute ``c += a @ b.T`` in parts so small that the BLAS uses one thread: the run uses all cores."""
+    """Compute ``c += a @ b.T`` in parts so small that the BLAS uses one thread: the run needs the cores."""
     deep = max(1, ONE_THREAD // (8 * max(1, len(b))))
     for left in range(0, a.shape[1], deep):
         part = b[:, left : left + deep]
@@ -291,7 +295,7 @@ DISTANCE_ERROR = 1e-2
 
 
 class RoundedElements:
-    """What a run may make of elements of a product: of C if it is stored, else of what is selected."""
+    """Bounds of the elements that a run computes: of C if it is stored, otherwise of selected elements."""
 
     def __init__(self, problem: GemmProblem, finishing: Finishing) -> None:
         self._problem, self._finishing = problem, finishing
@@ -306,9 +310,9 @@ class RoundedElements:
         wide = "float32" if problem.acc_dtype == "float32" else "float64"
         tiny = float(np.finfo(wide).tiny)  # devices may replace smaller numbers by 0
         self._tiny = max(tiny, float(limits.smallest_subnormal))
-        # The exponential is computed in the dtype of the sums. Its relative error grows with the argument,
-        # which is at most that of the smallest normal number.
-        # Squared distances are those of elements before they were rounded.
+        # The exponential is computed in the dtype of the sums. Its relative error grows with the argument.
+        # The largest argument is that whose exponential is the smallest normal number.
+        # Squared distances are those of the elements before they were rounded.
         self._elements = 0.0 if problem.exact else 2 * float(limits_of(problem.a_dtype).eps)
         self._distance = np.inf
         if problem.measures_distances and not OPERANDS[problem.compute]:
@@ -387,7 +391,10 @@ class RoundedElements:
 
 
 def contains(found: Interval, value: Array) -> Array:
-    """Return whether each value is in its interval. One without finite ends, or with a NaN, contains all."""
+    """Return whether each value is in its interval.
+
+    An interval without a finite end, or with a NaN, contains all values.
+    """
     low, high = found
     unknown = ~(np.isfinite(low) | np.isfinite(high)) | np.isnan(low) | np.isnan(high)
     return np.asarray(((value >= low) & (value <= high)) | unknown)

@@ -1,14 +1,14 @@
-"""Check samples of what a run made of a product by an epilogue, a selection or a reduction.
+"""Check samples of the results that an epilogue, a selection or a reduction computes from a product.
 
-Checksums tell that the product itself was right (`oocgemm.integrity.tile_checks`). What was then made of it
-is checked here. Sampled elements of the product are computed again in float64 from A and B, which are read
-again for it. NumPy bounds what may become of them (`oocgemm.integrity.rounding`), and the result must be
-within these bounds. There are three kinds of samples:
+Checksums show that the product itself was right (`oocgemm.integrity.tile_checks`). This module checks the
+results that were then computed from it. Sampled elements of the product are computed again in float64 from A
+and B, which are read again. NumPy computes bounds of the results (`oocgemm.integrity.rounding`), and the
+results must be within these bounds. There are three kinds of samples:
 
-- *Rows*: some rows of C, whole. Of a selection, this tells whether elements are missing in these rows. Of a
-  reduction, it gives the value of these rows.
-- *Columns*: some columns of a C that is stored, whole. So a few elements of each row are checked.
-- *Pairs*: elements that were selected, one of each row or, if there are few, all.
+- *Rows*: whole rows of C. In a selection, they show whether elements of these rows are missing. In a
+  reduction, they give the results of these rows.
+- *Columns*: whole columns of a C that is stored. So a few elements of each row are checked.
+- *Pairs*: selected elements: one element of each row or, if few were selected, all elements.
 
 A and B are read once each, or twice if C is not stored.
 """
@@ -30,18 +30,18 @@ from oocgemm.planning.device_memory import NONE
 from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Selected, Sink
 from oocgemm.planning.tiling import Range
 
-# The number of sampled rows, and of sampled columns, and the number of runs of neighbors that they are in. A
-# store reads whole chunks, so that a run takes as long as one row.
+# Number of sampled rows, which is also that of sampled columns, and number of runs of neighbors that they
+# form. A store reads whole chunks, so that reading a run takes as long as reading one row.
 LINES, RUNS = 8, 4
-# All selected elements are checked if that takes at most as many products, otherwise one of each row.
+# All selected elements are checked if that takes at most FEW products, otherwise one element of each row.
 FEW = 1 << 24
-# Elements of op(B) whose columns are in memory for that, at most.
+# Maximum number of elements of the columns of op(B) that are kept in memory for this.
 WINDOW = 1 << 24
-# How often an element of a row is drawn until its column is among them.
+# Maximum number of times that an element of a row is drawn until its column is in memory.
 DRAWS = 8
-# Pairs whose columns of op(B) are gathered at a time.
+# Maximum number of selected elements whose columns of op(B) are gathered at a time.
 GATHERED = 1 << 12
-# The elements of op(B) that a thread gathers for them at a time.
+# Number of elements of op(B) that a thread gathers at a time.
 GATHERED_ELEMENTS = 1 << 16
 # The memory that a selected element takes while it is checked: indices, scores, sums and bounds, in float64.
 PAIR_BYTES = 256
@@ -49,11 +49,11 @@ PAIR_BYTES = 256
 
 @dataclass(frozen=True)
 class SampledResult:
-    """What a run made of a product.
+    """The result that a run computed from a product.
 
-    `stored` is C, if it is stored; `kept` what is kept of each row: selected elements (`SELECTED`), or
-    results of a reduction, or of the product of C with the `factor` V. `sparse` has row starts, columns and
-    scores of the elements at or above a threshold, which `sink` has in the dtype of scores.
+    `stored` is C, if it is stored. `kept` has the result for each row: selected elements (`SELECTED`),
+    results of a reduction, or rows of the product of C with the `factor` V. `sparse` has row starts, columns
+    and scores of the elements at or above a threshold. `sink` has this threshold, in the dtype of scores.
     """
 
     sink: Sink
@@ -68,9 +68,9 @@ class Samples:
     """Checks samples of a result. Call `check`, which raises `ExecutionError` for a wrong one.
 
     Attributes:
-        left, right: op(A) and op(B), with the elements that were multiplied, or, if the product is used for
-            distances, those before they were rounded.
-        d: the further matrix that the epilogue reads, if it does.
+        left, right: op(A) and op(B), with the elements that were multiplied. If the product is used for
+            distances, the elements before they were rounded.
+        d: the further matrix that the epilogue reads; None if it reads none.
         finishing: the numbers that the epilogue and the selection use.
         memory: upper bound in bytes for samples.
         elements: the number of elements that were computed again.
@@ -96,14 +96,14 @@ class Samples:
         rng = np.random.default_rng(self.seed)
         rows = chosen(rng, m, lines)
         if self.problem.triangle and made.stored is not None:
-            # Of a triangle, only the first and the last line, as a row and as a column, meet all others.
+            # The first and the last line of a triangle, as a row and as a column, meet all other lines.
             rows = sorted({0, m - 1, *rows})
         sums, norms = self._products(self.left, self.right, rows)
         if made.stored is None:
             self._check_rows(made, rows, sums, norms)
         else:
             self._check_lines(made.stored, rows, sums, norms, of_rows=True)
-            # Rows of a symmetric product are columns.
+            # Row i of a symmetric product is also its column i.
             cols = rows
             if not self.problem.b.shares:
                 cols = chosen(rng, n, lines)
@@ -115,7 +115,7 @@ class Samples:
     def _products(self, left: Oriented, right: Oriented, lines: Sequence[int]) -> tuple[Array, Array]:
         """Return the products, or squared distances, of some rows of `left` and all columns of `right`.
 
-        The products of their norms follow. Both arrays have a row per line.
+        Also return the products of the norms of these rows and columns. Both arrays have a row per line.
         """
         depth, across = self.problem.depth, right.shape[1]
         picked = np.zeros((len(lines), depth))
@@ -140,7 +140,7 @@ class Samples:
     def _check_lines(
         self, stored: Oriented, lines: Sequence[int], sums: Array, norms: Array, *, of_rows: bool
     ) -> None:
-        """Check some rows of C, or some of its columns, which are the rows of `stored` then."""
+        """Check some rows of `stored`, which are rows of C if `of_rows`, and otherwise columns of C."""
         every, triangle = np.arange(stored.shape[1]), self.problem.triangle
         d = None if self.d is None else self.d if of_rows else self.d.transposed()
         further = [None] * len(lines) if d is None else read_lines(d, lines)
@@ -156,7 +156,7 @@ class Samples:
             self._compare(values[others], found, *where)
 
     def _check_rows(self, made: SampledResult, rows: Sequence[int], sums: Array, norms: Array) -> None:
-        """Check what was selected of some rows of C, or made of them by a reduction."""
+        """Check the elements that were selected from some rows of C, or the reductions of these rows."""
         cols = np.arange(self.problem.n)
         for at, i in enumerate(rows):
             found = self._bounds.bounds(sums[at], norms[at], i, cols)
@@ -214,7 +214,7 @@ class Samples:
     def _check_selected(
         self, made: SampledResult, i: int, cols: Array, scores: Array, found: Interval
     ) -> None:
-        """Check the selected elements of row i, and that none is missing. `found` bounds all of the row."""
+        """Check the selected elements of row i, and that none is missing. `found` bounds the whole row."""
         low, high = found
         if ((cols < 0) | (cols >= len(low))).any():
             raise self._error(f"the elements that were selected of row {i} of C have wrong indices")
@@ -239,7 +239,7 @@ class Samples:
             raise self._error(f"the elements that were selected of row {i} of C are wrong: {what}")
 
     def _check_reduced(self, made: SampledResult, i: int, value: Array, found: Interval) -> None:
-        """Check what a reduction, or the product with V, made of row i, whose elements `found` bounds."""
+        """Check the reduction of row i of C, or its product with V. `found` bounds the row's elements."""
         low, high = found
         with np.errstate(all="ignore"):
             if made.factor is not None:
@@ -263,7 +263,7 @@ class Samples:
     def _compare(
         self, values: Array, found: Interval, rows: Array | int, cols: Array | int, what: str = "C"
     ) -> None:
-        """Raise `ExecutionError` if a value is outside its interval. `rows` and `cols` say where they are."""
+        """Raise `ExecutionError` if a value is outside its interval. `rows` and `cols` are the positions."""
         right = contains(found, values.astype(np.float64))
         if not right.all():
             at = int(np.argmin(right))
@@ -326,7 +326,8 @@ def _pairs(
 ) -> tuple[Array, Array, Array]:
     """Choose selected elements in a range of columns. Return their rows, in order, columns and scores.
 
-    Of more than `few`, one of each row is chosen, drawn `DRAWS` times at most until it is in the range.
+    If more than `few` elements were selected, one element of each row is chosen. It is drawn again, at most
+    `DRAWS` times in all, until it is in the range.
     """
     if made.sparse is not None:
         starts, cols, scores = made.sparse

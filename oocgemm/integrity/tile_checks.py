@@ -1,4 +1,4 @@
-"""Check each tile of C against checksums of the blocks of A and B that it was computed from.
+"""Check each tile of C against checksums of the blocks of A and B from which it was computed.
 
 *Digests.* A device may compute the checksums. Then digests detect damage to its input. The host computes a
 digest of each panel that it reads. The device computes the digest again, and the checksums, from the data in
@@ -46,10 +46,10 @@ The vectors x^T A_p and B_p y are the checksums of the panels. They are computed
   and GPU both compute a digest of every 64th row of the panel. Earlier damage to other rows is not detected.
 
 The check also detects damage to the accumulator and to a strip during its download. Each strip is checked in
-the buffer from which it is written. If an epilogue changes the strip, or if C is not stored, the sums are
-those of the accumulator before that (`GemmProblem.checks_sums`). What is then made of it is checked by
-samples (`oocgemm.integrity.samples`). Wrong data from storage is not detected here, but by `oocgemm verify`,
-which reads A and B again.
+the buffer from which it is written. If an epilogue changes the strip, or if C is not stored, the check
+uses the accumulator before the epilogue (`GemmProblem.checks_sums`). Samples check the results that are then
+computed from the accumulator (`oocgemm.integrity.samples`). Wrong data from storage is not detected here, but
+by `oocgemm verify`, which reads A and B again.
 
 The two sides of the equation also differ by rounding errors, which `oocgemm.integrity.rounding` bounds. If
 the difference exceeds the bound, the tile is computed again and checked with other signs. Smaller
@@ -95,7 +95,7 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """The random odd weights of a digest: of a word, the product of those of its row and column."""
+    """The random odd weights of a digest. A word's weight is the product of those of its row and column."""
 
     def __init__(self, rows: int, words: int) -> None:
         self.rows, self.words = (
@@ -121,8 +121,8 @@ class Weights:
 def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]]:
     """Cut the rows of a piece of a matrix, from its column `left` on, into 32-bit words.
 
-    Yields the index of the first word within a row of the matrix, and words of shape (rows, words). Of a word
-    that lies partly in the piece, the other bytes are zeros.
+    Yields the index of the first word within a row of the matrix, and words of shape (rows, words). If a word
+    lies only partly in the piece, its other bytes are zeros.
     """
     raw = piece.view(np.uint8)
     begin = left * piece.itemsize
@@ -156,8 +156,8 @@ class DeviceSums:
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
         """Run a Read and compute the digest of the data that it reads.
 
-        For A and B, the calling thread does it afterwards, which is faster because the digest covers few
-        rows.
+        For A and B, the calling thread computes the digest after the Read, which is faster because the digest
+        covers few rows.
         """
         digest = self._digest(operation)
         if operation.operand == "C":
@@ -169,7 +169,7 @@ class DeviceSums:
         self._digests[operation.writes[0].slot] = digest.value
 
     def submit(self, operation: Operation, host: HostBlock) -> None:
-        """Record which digests the device must find: before an operation is submitted."""
+        """Record the digests that the device must find. Call this before an operation is submitted."""
         if operation.kind is Kind.UPLOAD:
             if isinstance(host, Pageable):
                 digest = self._digest_of_pageable(host)
@@ -253,7 +253,7 @@ class DeviceSums:
 
 
 class Digest:
-    """The digest of a matrix that several threads read in pieces: of one row in `every`.
+    """The digest of one row in `every` of a matrix that several threads read in pieces.
 
     `top` and `left` are the row and the column of the stored operand at which the matrix begins.
     """
@@ -277,7 +277,7 @@ Strip = tuple[Tile, Range]
 
 
 class Checks:
-    """The checks of all strips of C that one run writes, or of `only` these strips, when tiles are repeated.
+    """The checks of the strips of C that one run writes: of all, or of those in `only` if tiles are repeated.
 
     The session computes the checksums, if the plan asks the device for them; otherwise the host does.
     """
@@ -331,8 +331,8 @@ class Checks:
     def submit(self, operation: Operation, host: HostBlock) -> None:
         """Prepare the check of an operation that is being submitted to the device.
 
-        The host backend has added up the products of a strip when its Finish is submitted, so they are
-        checked.
+        The host backend has added up the products of a strip when its Finish is submitted. So the strip is
+        checked then, if its accumulator is what is checked.
         """
         self._sums.submit(operation, host)
         if self._early and operation.kind is Kind.FINISH and self._session.strip_sums is None:
@@ -345,15 +345,16 @@ class Checks:
             self._check_sums(operation)
 
     def failing(self) -> Plan:
-        """Return a plan that computes again only the tiles of which a strip failed its check."""
+        """Return a plan that computes only the tiles again that have a strip that failed its check."""
         tiles = {tile for tile, _ in self.failed}
         return replace(self._plan, done=self._plan.done | (set(self._plan.schedule().tiles) - tiles))
 
     def figures(self, again: "Checks | None" = None) -> dict[str, Any]:
-        """Return the results and the cost of the checks, and of those of repeated tiles (`again`).
+        """Return the results and the cost of the checks, including the checks of repeated tiles (`again`).
 
-        "undecided" are blocks in which only the positions of nonfinite elements were checked. "seconds" is
-        the time in which at least one host thread was checking, "thread_seconds" that of all together.
+        "undecided" counts blocks in which only the positions of nonfinite elements were checked. "seconds" is
+        the time in which at least one host thread was checking, "thread_seconds" the time of all threads
+        together.
         """
         runs = [self] if again is None else [self, again]
         return {
@@ -382,7 +383,8 @@ class Checks:
     def _check_sums(self, operation: Operation) -> None:
         """Check the accumulator of a strip, at its Finish, or at its Write on a GPU.
 
-        A wrong one of which something was selected is an error: this cannot be taken back and computed again.
+        If the accumulator is wrong and C is not stored, raise an error: elements that were selected
+        from this strip cannot be taken back and computed again.
         """
         if self._only is not None and (operation.tile, operation.m) not in self._only:
             return
@@ -406,8 +408,8 @@ class Checks:
     def _excess(self, strip: StripSums, columns: Sequence[Array] | None) -> float | None:
         """Return None for a correct strip, otherwise the largest ratio of a block's error to its error bound.
 
-        `columns` are its elements; None if they are on the device. The ratio is infinite if a digest differs,
-        or if an element is wrongly finite or wrongly nonfinite.
+        `columns` are the elements of the strip; None if they are on the device. The ratio is infinite if a
+        digest differs, or if an element is wrongly finite or wrongly nonfinite.
         """
         if strip.damaged:
             self._count(strip.product[0].size, 0)
@@ -440,9 +442,9 @@ class Checks:
         """Return, for each block of a strip of C, whether its nonfinite elements are where they must be.
 
         An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN. It may be
-        if its row of the old C has one, or `overflow` is set for its block; it may be Inf if `too_large` is
-        set. All others must be finite. Without `columns`, return whether the block has nonfinite elements if
-        it must, and none if it must not.
+        nonfinite if its row of the old C has an Inf or NaN, or if `overflow` is set for its block. It may be
+        Inf if `too_large` is set. All other elements must be finite. Without `columns`, return whether the
+        block has nonfinite elements if it must, and none if it must not.
         """
         a, b, old = strip.nonfinite
         across = np.diff(strip.cols)
