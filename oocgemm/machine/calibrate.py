@@ -1,7 +1,7 @@
 """Calibrate: measure the rates of kernels, of copies between host and GPU, of memory and of storage.
 
-Measurements use the same code for copies and products as real runs, so the rates are those of real runs. This
-code is the same for all backends.
+Measurements use the same code for copies and products as real runs, and therefore find the rates of real
+runs. The same code measures all backends.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""The machine: what `oocgemm info` shows, and the rates that plans are made with.
+"""The machine: the facts that `oocgemm info` shows, and the rates with which plans are made.
 
-The default rates are those of one kind of machine. The *probe* compares some of them with this machine, in
-less than a second: products in float32 and float64, copies between host and device, and staging. Other rates
-are scaled with the one that they resemble most. A *calibration* (`oocgemm calibrate`) measures all rates, and
-takes the place of the probe.
+The default rates are those of one kind of machine. The *probe* measures some of these rates on this machine,
+in less than a second: products in float32 and float64, copies between host and device, and staging. Each
+other rate is scaled with the measured rate that it resembles most. A *calibration* (`oocgemm calibrate`)
+measures all rates, and takes the place of the probe.
 
 A run takes the probe if it is predicted to take at least `MIN_SECONDS`, and the result can be kept. A probe
 during which other programs used the machine is not kept. Setting the environment variable OOCGEMM_PROBE to 0
@@ -161,7 +161,7 @@ def take_probe(engine: Backend, plan: Plan) -> bool:
 
 
 def measure_probe(engine: Backend, machine: MachineModel) -> dict[str, float]:
-    """Measure the rates in `MEASURED`. Return them as factors of those of `machine`."""
+    """Measure the rates in `MEASURED`. Return the ratio of each to the rate in `machine`."""
     # These modules import the executor, which a process that only plans does not need.
     from oocgemm import stores
     from oocgemm.machine.workbench import Workbench, loading_seconds, numbers, rate_of, streaming, typical
@@ -193,7 +193,7 @@ def measure_probe(engine: Backend, machine: MachineModel) -> dict[str, float]:
 
 
 def keep_probe(engine: Backend, found: Mapping[str, float]) -> None:
-    """Store what `measure_probe` returned, for later plans. Raises `OSError`."""
+    """Store the result of `measure_probe` for later plans. Raises `OSError`."""
     device = backends.identity(engine)
     facts = {"format": FORMAT, "version": VERSION, "device": device, "factors": dict(found)}
     path = _folder() / cache.file_name(cache.machine_key(), engine.name, device)

@@ -1,4 +1,4 @@
-"""Open and create the matrices of a product: files, NumPy arrays, lazy arrays, and what plugins add."""
+"""Open and create the matrices of a product: files, NumPy arrays, lazy arrays and formats of plugins."""
 
 from oocgemm.stores.arrays import by_rows, is_plain, like
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient

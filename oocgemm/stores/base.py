@@ -2,7 +2,7 @@
 
 `Retries` repeats reads after a transient error.
 
-`ReadOnly` is the base of matrices that are only read, and `View` that of views of another matrix.
+`ReadOnly` is the base of matrices that are only read. `View` is the base of views of another matrix.
 """
 
 import errno
@@ -63,7 +63,7 @@ class RemoteFolder(Protocol):
         """Return whether the array that contains this folder has any other object."""
 
     def clear(self, keep: Collection[str] = (), *, array: bool) -> None:
-        """Delete the objects in this folder, except those in `keep`, and with `array` those of the array."""
+        """Delete the objects in this folder, and with `array` all of the array, except those in `keep`."""
 
 
 Folder = Path | RemoteFolder
@@ -269,7 +269,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def named_dtype(given: Any) -> str:
-    """Return the name of a dtype that a caller has passed. If it is not a dtype, return it as text."""
+    """Return the name of a dtype that a caller has passed. Return an unknown dtype as text."""
     try:
         return str(np.dtype(given).name)
     except (TypeError, ValueError, SyntaxError):  # NumPy parses any text with commas as a list of dtypes
@@ -375,7 +375,7 @@ class ReadError(ExecutionError):
 
 
 class Retries:
-    """Reads blocks of matrices. After a transient error, it waits and tries again.
+    """Read blocks of matrices. After a transient error, wait and read again.
 
     Attributes:
         made: a list with the error message of each failed read that was tried again.

@@ -2,8 +2,8 @@
 
 A caller asks for a capability, never for a class.
 
-A capability is a protocol. A matrix has it if its class has the methods, which need not be declared. Most of
-these protocols consist of methods only.
+A capability is a protocol. A matrix has the capability if its class has the methods of the protocol. The
+class need not name the protocol. Most of these protocols consist of methods only.
 
 *Durable results.* An interrupted run can be resumed.
 
@@ -62,7 +62,7 @@ from oocgemm.stores.files import CachedChunks, padded
 # The element that stands for a missing genotype.
 MISSING = -1
 
-# Whether matrices of a class have a capability.
+# Whether the matrices of a class have a capability, by (capability, class).
 _known: dict[tuple[type, type], bool] = {}
 
 
@@ -87,7 +87,7 @@ class Durable(Protocol, metaclass=_Capability):
         """Mark the matrix, durably, as the complete (`finished`) or incomplete result of a run.
 
         `uplo` is the triangle of a Gram matrix that it stores, "lower", "upper" or "full", or "" for other
-        products; None keeps what is recorded. Stores that have no place for these marks do nothing.
+        products; None keeps the recorded value. Stores that have no place for these marks do nothing.
         """
 
 
@@ -122,9 +122,9 @@ class Resumable(Durable, Protocol):
     def adopt(self, folder: Path, rows: Range, cols: Range) -> None:
         """Move a block's redo files, which another process wrote to `folder`, to where `write` writes.
 
-        The effect is that of a `write` of their content. If `redirect_writes` was called, they become redo
-        files of this matrix, else they become part of it. A chunk without a redo file stays as it is: the
-        caller has compared `redo_fingerprint`. Raises `OSError`.
+        The effect is the same as that of a `write` of their content. If `redirect_writes` was called, the
+        files become redo files of this matrix, else they become part of the matrix. A chunk without a redo
+        file stays as it is: the caller has compared `redo_fingerprint`. Raises `OSError`.
         """
 
     def delete_partial_files(self) -> None:
@@ -171,7 +171,8 @@ class Coded(Protocol, metaclass=_Capability):
     def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
         """Write a compressed chunk: the first `size` bytes of `frame`.
 
-        `number` are its row and column in the grid of chunks. `frame` has room for what the store adds.
+        `number` is the row and the column of the chunk in the grid of chunks. Behind these bytes, `frame` has
+        room for bytes that the store adds.
         """
 
 
@@ -219,7 +220,7 @@ class Merging(Protocol, metaclass=_Capability):
 
 @runtime_checkable
 class Genotypes(Matrix, Protocol):
-    """Genotypes 0, 1 and 2, and `MISSING` ones, in two bits each as in a PLINK .bed file."""
+    """Genotypes 0, 1, 2 and `MISSING`, which are stored in two bits each, as in a PLINK .bed file."""
 
     @property
     def variant_axis(self) -> int:

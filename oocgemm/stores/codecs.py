@@ -1,8 +1,8 @@
 """Decompress data, find the streams of compressed frames, and decode and encode zarr chunks.
 
 zstd and blosc data is decompressed with the C libraries inside numcodecs, past its Python layer. For a chunk
-of 64 KiB, this layer takes 4 us. For zstd it also creates the library's working memory, a decompression
-context, anew, which takes 8 us more. Here each thread keeps its context.
+of 64 KiB, this layer takes 4 us. For zstd, the layer also creates a new decompression context (the working
+memory of the library), which takes 8 us more. Here each thread keeps its context.
 
 Frames are the stored bytes of chunks. A GPU decodes the compressed streams in frames (`kernels/decoding`).
 `frame_of` inspects one frame of an array to find whether, and how fast, a GPU can decode the array.
@@ -45,7 +45,7 @@ _of_thread = threading.local()
 
 
 def decompresser(codec_id: str) -> Decompress | None:
-    """Return the function that decompresses zstd or blosc data, for this thread; None if there is none."""
+    """Return this thread's function that decompresses zstd or blosc data; None if it is not available."""
     made: dict[str, Decompress | None] = _of_thread.__dict__
     if codec_id not in made:
         make = {"zstd": _zstd, "blosc": _blosc}.get(codec_id)
@@ -397,7 +397,7 @@ class Encoding:
         return size if self.compressor.codec_id in (*INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
-        """Return the bytes of temporary memory to encode and write a chunk of `size` bytes, without it."""
+        """Return the bytes of memory to encode and write a chunk of `size` bytes, besides the chunk."""
         # Every chunk needs a buffer for the content of its file. A compressed chunk needs two more: for the
         # elements in stored order, and for the output of the compressor.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
@@ -441,7 +441,7 @@ class Encoding:
             np.copyto(out, elements[wanted], casting="equiv")
 
     def lines_of(self, shape: tuple[int, int], wanted: tuple[slice, slice]) -> tuple[int, int]:
-        """Return the range of bytes of those lines of a raw chunk that contain a part.
+        """Return the range of bytes, in a raw chunk, of the lines that contain a part.
 
         A line is contiguous: a row of the chunk, or a column if the chunk is stored in Fortran order.
         """

@@ -46,7 +46,7 @@ def format_of(path: str) -> str:
 
 
 def check_new_format(name: str, path: str) -> None:
-    """Raise `InputError` if a new result's suffix is that of a format that cannot be written, such as .h5."""
+    """Raise `InputError` if a new result has the suffix of a format that cannot be written, such as .h5."""
     if kind := format_of(path):
         stem = os.fspath(Path(path).with_suffix(""))
         raise InputError(

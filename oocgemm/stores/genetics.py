@@ -266,7 +266,7 @@ class BedMatrix(ReadOnly):
         return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}
 
     def describe(self) -> dict[str, object]:
-        # Decoding has a rate of its own, which is not that of the disk.
+        # Decoding has a rate of its own, which differs from that of the disk.
         return described(self, "bed", str(self._path)) | {"codecs": ["plink"]}
 
     def identities(self) -> set[object]:

@@ -132,7 +132,7 @@ def _check_writers(name: str, file: "h5py.File", path: str) -> None:
 
 
 def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dataset":
-    """Return the dataset of a name. Raises `InputError`, which lists the file's datasets, if it is none."""
+    """Return the named dataset. Raises `InputError`, which lists the file's datasets, if there is none."""
     if not dataset.strip("/"):
         raise InputError(f"{name}: {path} is an HDF5 file, which can contain many arrays: {hint(file, path)}")
     if ".." in dataset.split("/") or "\0" in dataset:

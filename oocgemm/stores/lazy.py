@@ -44,7 +44,8 @@ COPIES = 3
 # For an array without chunks, the planner assumes chunks of one row and at most this many bytes, which are
 # read whole. It then avoids panels with much shorter rows, which are slow to read.
 ROW_BYTES = 16 << 10
-# A message looks for arrays among at most this many members of a collection, and names those.
+# A message names the arrays that are among the first members of a collection, of which at most this many are
+# checked.
 MAX_LISTED = 8
 # An object with one of these attributes has its elements in memory, so it is not lazy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")

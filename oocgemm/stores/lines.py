@@ -236,7 +236,7 @@ def read_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> list[int]:
 
 
 def _repeated(counts: Array) -> tuple[Array, Array]:
-    """Number `counts[i]` items for each i: return the i of every item, and its number among those of i.
+    """Number `counts[i]` items for each i. Return the i of each item, and its number among the items of i.
 
     >>> [x.tolist() for x in _repeated(np.array([2, 1, 3]))]
     [[0, 0, 1, 2, 2, 2], [0, 1, 0, 0, 1, 2]]

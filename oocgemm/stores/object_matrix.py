@@ -63,7 +63,7 @@ class ObjectChunks(StoredChunks):
     """The chunks of a zarr array in an object store, and how to read and write them.
 
     - `bucket`: contains the objects of the array.
-    - `prefix`: what is prepended to the key when a chunk is written.
+    - `prefix`: a text that is prepended to the key when a chunk is written.
     """
 
     bucket: Bucket
@@ -392,7 +392,7 @@ def _digest(tags: dict[str, str]) -> str:
 
 
 def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:
-    """Open the zarr array in a bucket. Raises `InputError` if there is none or the store does not answer."""
+    """Open the zarr array in a bucket. Raises `InputError`, also if the object store does not answer."""
     try:
         # Requests of our own, because zarr hides the reason of a failure, and reads files of any size.
         zarr_format = _format(f"{name} at {bucket.url}", bucket)

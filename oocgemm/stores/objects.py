@@ -229,7 +229,7 @@ class Bucket:
                 yield from (one["path"] for one in page)
 
     def exists(self, key: str) -> bool:
-        """Return whether there is an object. A web server may also refuse to answer if there is none."""
+        """Return whether an object exists. Return False if the request fails: a web server may refuse it."""
         with suppress(FileNotFoundError, StoreError):
             self.tag(key)
             return True
@@ -246,7 +246,7 @@ class Bucket:
             self._api.copy(self.store, source, target)
 
     def delete(self, keys: list[str]) -> None:
-        """Delete objects. Missing ones are no error."""
+        """Delete objects. A missing object is no error."""
         try:
             with self.errors(""):
                 if keys:
@@ -368,7 +368,7 @@ class ObjectFolder:
         return any(not key.startswith(f"{self.path}/") for key in self.bucket.listing(limit=1000))
 
     def clear(self, keep: Collection[str] = (), *, array: bool) -> None:
-        """Delete the objects in this folder, except those in `keep`, and with `array` those of the array.
+        """Delete the objects in this folder, and with `array` all of the array, except those in `keep`.
 
         The journal itself is deleted last: an interrupted call can then be repeated.
         """

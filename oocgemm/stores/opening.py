@@ -94,7 +94,7 @@ def open_matrix(
 ) -> Matrix:
     """Open an operand or, with `writable`, an existing result. `folder` is that of the result's journal.
 
-    With `decode`, respect what the attributes of an operand declare about its elements (`stores.declared`).
+    With `decode`, obey the declarations in an operand's attributes about its elements (`stores.declared`).
     Raises `InputError`; its subclass `UnsupportedError` if the dtype of an operand is not supported.
     """
     operand = os.fspath(source) if is_path(source) else source
@@ -143,7 +143,7 @@ def create_output(
 
 
 def _local(folder: Folder | None) -> Path | None:
-    """Return the folder of a journal if it is local, else None: stores keep results only in local folders."""
+    """Return the folder of a journal if it is local, else None: stores keep results in local folders only."""
     return folder if isinstance(folder, Path) else None
 
 
@@ -179,9 +179,9 @@ def load(*operands: Any) -> None:
 
 
 def load_without_cupy(*operands: Any) -> None:
-    """Do what `load` does, but prevent zarr from importing cupy, which takes seconds.
+    """Import the packages that operands need, but prevent zarr from importing cupy, which takes seconds.
 
-    zarr then has no GPU buffers in this process, which a program that uses this library may need. So only the
+    Then zarr has no GPU buffers in this process. A program that uses this library may need them, so only the
     command line may call this function.
     """
     hidden = "cupy" not in sys.modules

@@ -111,7 +111,7 @@ class Transform:
         return self.cast == "int8" and self.center is not None
 
     def code(self, name: str, stored: np.dtype[Any]) -> float | None:
-        """Return the code of missing elements as it is stored; None if there is none.
+        """Return the code of missing elements as a number of the dtype `stored`; None if there is no code.
 
         Raises `InputError` if the operand `name`, of the dtype `stored`, cannot have such an element.
         """
@@ -136,10 +136,10 @@ class Transform:
         return rounded
 
     def steps(self, code: float | None, axis: str) -> tuple[ElementStep, ...]:
-        """Return what happens to each element.
+        """Return the steps that transform each element.
 
-        `code` is that of missing elements as they are stored; None if there are none. Numbers are per row
-        ("rows") or per column ("cols") of the stored array, as `axis` says.
+        `code` is the stored code of missing elements; None if no element is missing. Steps have one number
+        per row (`axis` "rows") or per column ("cols") of the stored array.
         """
         found = [ElementStep("log1p")] if self.log1p else []
         if code is not None:

@@ -1,4 +1,4 @@
-"""Matrices whose elements are computed from those in storage when they are read, on the CPU.
+"""Matrices whose elements are computed from stored elements when they are read, on the CPU.
 
 A `SteppedMatrix` applies a chain of steps to its elements (`oocgemm.planning.elements`). A GPU can apply the
 steps instead. The steps of a `TransformedMatrix` are those of a `Transform`. The steps of a
@@ -85,7 +85,7 @@ class ElementView(View):
 
     Attributes:
         stored: the matrix that is read.
-        change: what distinguishes the elements from those of other views of the matrix, as text.
+        change: a text that distinguishes the elements from those of other views of the matrix.
     """
 
     purpose: str  # names the scratch memory for a piece (`read_block`)
@@ -313,7 +313,7 @@ class StandardizedMatrix(SteppedMatrix):
 
 
 def _standardized(matrix: Matrix) -> np.dtype[Any]:
-    """Return the dtype of standardized elements: that to which a transform casts, or that of `RESULTS`."""
+    """Return the dtype of standardized elements: the `cast` of a transform, or the dtype in `RESULTS`."""
     if isinstance(matrix, TransformedMatrix) and matrix.transform.cast is not None:
         return matrix.dtype
     return np.dtype(RESULTS.get(matrix.dtype.name, matrix.dtype.name))

@@ -184,7 +184,7 @@ def _document_at(path: Path) -> Any:
 
 
 def create(new: NewArray, attributes: Mapping[str, Any]) -> Metadata | None:
-    """Create a local array of format 3, filled with zeros, as `zarr.create_array` does. Return its metadata.
+    """Create a local array of format 3, filled with zeros, like `zarr.create_array`. Return its metadata.
 
     Returns None, and creates nothing, if the caller must create the array by zarr. Raises `OSError`.
     """
@@ -199,7 +199,7 @@ def create(new: NewArray, attributes: Mapping[str, Any]) -> Metadata | None:
     fill = [zero, zero] if dtype.kind == "c" else zero
     document = _document(new.shape, dtype, new.chunks, ("default", "/"), fill, codecs)
     document["attributes"] = dict(attributes)
-    # write the keys in the same order as zarr
+    # write the keys in the order in which zarr writes them
     tail = {name: document.pop(name) for name in ("zarr_format", "node_type", "storage_transformers")}
     _write(folder / V3, document | tail)
     return read_metadata(new.path)

@@ -1,4 +1,4 @@
-"""What is installed: the version of this package, those of other packages, and the compiled host code.
+"""Find what is installed: the versions of this package and of others, and the compiled host code.
 
 The version is a constant, so that it is known even where the package is not installed. The host code consists
 of C functions for work that Python does more slowly, because of the GIL. `scripts/build_host.py` compiles
@@ -37,7 +37,7 @@ def installed_versions(*packages: str) -> dict[str, str]:
 
 
 def any_entry_point(group: str) -> bool:
-    """Return whether any installed package has entry points of a group; sometimes True if none has.
+    """Return whether any installed package has entry points of a group. A result of True may be wrong.
 
     If the answer is no, the caller need not import `importlib.metadata`.
     """
@@ -64,7 +64,7 @@ def _normal(name: str) -> str:
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    """Return the library; None if there is none, or if it was compiled from other sources than those here."""
+    """Return the library; None if there is none, or if it was compiled from sources of another version."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         version = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "ooc_sources")))

@@ -1,4 +1,4 @@
-"""What this process may use and has used: host memory, and time of the processor."""
+"""Query the host memory that this process may use, and the processor time that it has used."""
 
 import mmap
 import os
@@ -34,7 +34,7 @@ CGROUP_FILES = {
     ),
 }
 
-# A memory cgroup: its version (a key of `CGROUP_FILES`), its folder, and those files with limits that exist.
+# A memory cgroup: its version (a key of `CGROUP_FILES`), its folder, and its existing files with limits.
 _Group = tuple[str, str, tuple[str, ...]]
 # The time of `monotonic` at which `available_memory` last read the files, and its answer.
 _latest: list[tuple[float, int]] = [(-inf, 0)]
