@@ -375,7 +375,7 @@ class Run:
             raise first
 
     def _items(self) -> Iterator[Item]:
-        """Yield each operation in program order, with the completions that it waits for, and its own one."""
+        """Yield each operation in program order, with the completions that it waits for and its own."""
         if self._alone or self._session.repeats:  # the plan keeps its operations and their waits
             completions = list[Completion]()
             for operation, waits in self._plan.program:
@@ -399,7 +399,7 @@ class Run:
         self._record_all_but(0)
 
     def _start_all(self) -> None:
-        """Start the operations that need not wait for the host, in program order, and then the other ones."""
+        """Start the operations that need not wait for the host, in program order. Then start all others."""
         max_unrecorded = MAX_UNRECORDED if self._plan.all_direct else sys.maxsize
         puts_off_writes = bool(self._session.asynchronous)
         for item in self._items():
@@ -619,7 +619,7 @@ class Run:
         completion.post()
 
     def _transfer(self, item: Item, tokens: list[Token]) -> Token:
-        """Run a Read (from a store to a buffer) or a Write (from a buffer to a store)."""
+        """Run a Read (store to buffer) or a Write (buffer to store). Return its token, which has ended."""
         operation = item[0]
         for token in tokens:
             if token.times is None:
@@ -657,7 +657,7 @@ class Run:
             finished(tile, [write.whole, write.whole[::-1]] if mirrored else [write.whole])
 
     def _submit(self, item: Item, tokens: list[Token]) -> Token | Callable[[], Token]:
-        """Submit an operation that runs on the device to the backend, unless it has begun."""
+        """Submit an operation of the device, unless it has begun. Return what `Perform` describes."""
         operation, _, completion = item
         begun = self._begun.pop(completion.number - self._first, None) if self._begun else None
         if begun is not None and not callable(begun) and self._verifier is None:

@@ -122,7 +122,7 @@ def _naive_refuses(call: Call, params: Params) -> str | None:
 
 
 def _cover(call: Call, params: Params) -> Iterator[Call]:
-    """Split a product into products for COVER_M x COVER_N elements of C, so that one grid can cover each."""
+    """Yield the products for blocks of COVER_M x COVER_N elements of C, each of which one grid can cover."""
     stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
     for i in range(0, call.m, params["COVER_M"]):
         for j in range(0, call.n, params["COVER_N"]):
@@ -551,7 +551,7 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 
 
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
-    """Raise `InputError` if the kernel `name` cannot run all steps of a plan, those at the edges included.
+    """Raise `InputError` if the kernel `name` cannot run all steps of a plan, also those at the edges of C.
 
     Also raise it if the plan selects more elements per row than any kernel can. If `name` is not a kernel of
     the ladder, nothing else is checked.

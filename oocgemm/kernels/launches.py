@@ -132,7 +132,7 @@ def expand_options(stored: str, result: str, steps: tuple[ElementStep, ...], wid
 
     `width` is the number of elements that a thread loads together: 1 or `WIDTH`.
     """
-    # Logarithms take so many registers that those of two rows would be spilled.
+    # A logarithm takes many registers. If a thread computed two rows at once, registers would be spilled.
     unroll = 1 if any(step.kind == "log1p" for step in steps) else 2
     types = {"STORED": C_TYPES[stored], "RESULT": C_TYPES[result]}
     return _defined(**types, CHAIN=_chain(steps), WIDTH=width, UNROLL=unroll)

@@ -132,7 +132,7 @@ def load(device: str) -> Tuning:
 
 @lru_cache(16)
 def _load(device: str, version: object) -> Tuning:
-    """Read the file of a GPU. `version` differs if the file may have changed."""
+    """Return the tuning in the file of a GPU. `version` differs if the file may have changed."""
     with suppress(OSError, InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         data = json.loads(path_of(device).read_text(encoding="utf-8"))
         if (data["format"], data["version"], data["device"]) == (FORMAT, VERSION, device):

@@ -146,7 +146,7 @@ class Layout:
         return replace(self, **{name: value for name, value in values.items() if name in own})
 
     def oriented(self, op: Op) -> "Layout":
-        """Turn a layout of X into one of op(X)."""
+        """Return the layout of op(X), given a layout of X."""
         if not op.swaps:
             return self
         chunks = {"read_chunk": self.read_chunk[::-1], "request_chunk": self.request_chunk[::-1]}

@@ -63,7 +63,7 @@ class Lowered:
 
 
 def lower(problem: GemmProblem, slots: Slots, coded: frozenset[str] = frozenset()) -> Lowered:
-    """Decide what the operations of a product do. `coded` are the operands with chunks that are coded."""
+    """Decide what the operations of a product do. The host decodes or encodes the operands in `coded`."""
     finishes, kinds = problem.finishes, {"A": problem.a_dtype, "B": problem.b_dtype, "C": problem.c_dtype}
     swaps = {"A": problem.trans_a.swaps, "B": problem.trans_b.swaps, "C": False}
     alpha = 1.0 if finishes else problem.applied_alpha

@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Shape of C's chunks or shards, of which none has elements of two strips."""
+        """Shape of C's chunks or shards. No chunk has elements of two strips."""
         return self.setting.c_chunks(self.tile)
 
     @cached_property
@@ -286,7 +286,7 @@ class Plan:
 
     @cached_property
     def program(self) -> Program:
-        """The operations of a short run in program order, each with the indices of those it waits for."""
+        """The operations of a short run in program order. Each has the indices of those that it waits for."""
         return Program(self.schedule())
 
     def explain(self) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ class Operand:
         return 0
 
     def flops(self, product: int, n: int) -> int:
-        """Count the operations of a step, of which the product of panels takes `product`. C has n columns."""
+        """Count the operations of a step, given those of its `product` of panels. C has n columns."""
         return product
 
     def factors(self, m: int, n: int, k: int, cover: str) -> tuple[str, str]:
@@ -436,7 +436,7 @@ class GemmProblem:
         return self.b.flops((8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k, self.n)
 
     def stored_extent(self, operand: str, axis: str) -> int:
-        """The number of rows ("rows") or columns ("cols") of the stored operand "A" or "B"."""
+        """Return the number of rows (`axis` "rows") or columns ("cols") of the stored operand "A" or "B"."""
         (rows, cols), op = (
             ((self.m, self.k), self.trans_a) if operand == "A" else ((self.k, self.n), self.trans_b)
         )

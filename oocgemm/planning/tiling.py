@@ -67,7 +67,7 @@ class TileShape:
         return f"{self.m}x{self.n}x{self.k}"
 
     def within(self, problem: GemmProblem) -> "TileShape":
-        """Clip the extents to those of the product, and to at least 1."""
+        """Return this shape, limited to the extents of the product, or to 1 where such an extent is 0."""
         m, n, k = (max(1, extent) for extent in (problem.m, problem.n, problem.k))
         return TileShape(min(self.m, m), min(self.n, n), min(self.k, k))
 

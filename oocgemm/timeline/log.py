@@ -243,7 +243,7 @@ def _read_exactly(file: RawIOBase, size: int) -> bytes:
 
 
 def read_log(path: str | os.PathLike[str]) -> Timeline:
-    """Read a log from a file. The log of an unfinished run is read up to its last complete line.
+    """Return the timeline in a log file. The log of an unfinished run is read up to its last complete line.
 
     Raises `InputError` if the file cannot be read or is not a log.
     """
@@ -281,7 +281,7 @@ class _NotATimeline(Exception):  # noqa: N818 - becomes an `InputError`
 
 
 def _parse(lines: Iterable[str]) -> Timeline:
-    """Parse the lines of a log.
+    """Return the timeline that the lines of a log contain.
 
     Raises `ValueError`, `LookupError` or `TypeError` if the log is damaged, and `_NotATimeline` if the lines
     are not a log of this format version.
@@ -542,7 +542,7 @@ def _winners(reads: Sequence[_Read]) -> dict[SliceTile, int]:
 def _worker(
     attempts: Sequence[WorkerLog], reads: Sequence[_Read], winners: Mapping[SliceTile, int]
 ) -> Worker:
-    """Describe a worker by its attempts, of which `reads` have a log that could be read."""
+    """Describe a worker by its attempts. Only the logs in `reads` could be read."""
     parts = []
     for read in reads:
         lost = sorted(tile for tile in read.worked if winners.get(tile) != read.part.first)

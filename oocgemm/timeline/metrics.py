@@ -555,7 +555,7 @@ class Diagnosis:
 
 
 def diagnose(timeline: Timeline, figures: Report | None = None) -> Diagnosis:
-    """Diagnose a run. Pass its `figures` if they are already computed."""
+    """Return what limits a run. Pass its `figures` if they are already computed."""
     figures = figures or report(timeline)
     found = figures.verdict
     contended = _cores_contended(figures) and (

@@ -465,7 +465,7 @@ class _Clock:
         return TileKind(rows, n, forwards(tile), *ends, found_a, found_b, grid.is_staircase(tile))
 
     def _steps(self, count: int, loads: Loads, multiply: float, prepare: float, calls: int) -> None:
-        """Run equal steps. If there are many, skip those that repeat others."""
+        """Run equal steps. If there are many, skip steps that repeat earlier ones."""
         slots, s = self.slots, self.streams
         window = min(MAX_AHEAD, max(slots.a, slots.b, slots.host_a, slots.host_b)) + 2
         if count < max(MIN_COLLAPSED, 2 * window):
@@ -493,7 +493,7 @@ def _free_strips(free: Sequence[float], old_width: int, width: int, count: int) 
 
 
 def _slowed(steps: Sequence[Step], seconds: Sequence[float]) -> list[Step]:
-    """Return the steps of a group, of which the first one takes longer by some seconds per strip."""
+    """Return the steps of a group. The first one takes longer by these `seconds`, one number per strip."""
     (loads, per_strip, prepare), *others = steps
     return [(loads, [x + y for x, y in zip(per_strip, seconds, strict=True)], prepare), *others]
 

@@ -271,7 +271,7 @@ def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RingShape:
-    """`lanes` threads, of which one belongs to the run, copy blocks.
+    """`lanes` threads copy blocks. One of them belongs to the run.
 
     A buffer has `piece` bytes for data, and MARKS bytes. Compiled threads divide a lane's memory differently.
     """

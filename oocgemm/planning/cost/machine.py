@@ -304,12 +304,12 @@ def default_model(backend: str, cores: int, compiled: bool = False) -> MachineMo
 
 
 _FIELDS = {field.name for field in fields(MachineModel)}
-# Rates that are changed by the same factor: one is measured, and the others follow.
+# Rates that `scaled` changes by the same factor, by the name that the caller gives.
 _TOGETHER = {"read": ("read", "read_scattered")}
 
 
 def scaled(model: MachineModel, factors: Mapping[str, float]) -> MachineModel:
-    """Multiply rates of a model, by name, by factors. The rate of scattered reads follows that of reads."""
+    """Return the model with rates multiplied by `factors`. That of "read" applies to scattered reads, too."""
     kernels, changed = dict(model.kernels), dict[str, float]()
     for name, factor in factors.items():
         if name in _FIELDS:

@@ -36,7 +36,8 @@ PACKING, PACKED_ROWS = 9e11, 8192
 # An int8 product of this many rows takes twice as long per row as one of many rows. On the same GPU, tiles
 # of 256, 1024 and 4000 rows, 8000 columns and 120000 products per element took 1.7, 2.9 and 6.4 ms.
 NARROW_ROWS = 250
-# A C of float64 is summed by a kernel of its own, which takes so many times as long as sums in int32.
+# If C is summed in float64 over the steps, another kernel adds the int32 sums of each step to C. That takes
+# this many times as long as to sum C in int32.
 INT32_SUMS = 10
 # Fraction of the time of a Write to storage during which a CPU core is busy.
 WRITE_CPU_SHARE = 0.25

@@ -10,7 +10,7 @@ from oocgemm.planning.schedule.operation import Slots
 # Lanes for which seconds are counted. "staged" is the time in which the host copies pageable arrays.
 BUSY = ("read", "decode", "h2d", "prepare", "compute", "d2h", "write", "staged")
 _TIMES = ("issued", "read", "h2d", "compute", "d2h", "write", "read_c", "h2d_c", "multiplied")
-# More slots than this for a kind of block count as this many: a stream that runs so far ahead of the others
+# Maximum number of slots that count for a kind of block. A stream that runs so far ahead of the other streams
 # gains nothing by running further ahead.
 MAX_AHEAD = 64
 # A time before the run, at which slots that nothing has used yet became free.

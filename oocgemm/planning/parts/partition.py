@@ -54,8 +54,8 @@ UNEVEN, ROWS_PER_WORKER = 0.15, 4
 # Number of pairs (p_m, p_n) that are tried with the same tiles and slices: those with which workers read
 # least.
 PAIRS = 2
-# The choice is made among at most MAX_WORKERS workers. Of numbers above EVERY, those with a prime factor
-# above MAX_FACTOR are left out: C cannot be divided into nearly square parts.
+# Maximum number of workers. Numbers above EVERY are not tried if they have a prime factor above MAX_FACTOR,
+# because C cannot be divided into nearly square parts then.
 MAX_WORKERS, EVERY, MAX_FACTOR = 1024, 16, 7
 
 Grid = tuple[int, int, int]
@@ -225,7 +225,7 @@ def _extent(extent: int, tile: int, pieces: int, units: tuple[int, ...]) -> int:
 
 
 def _within(traversal: Traversal, down: int, across: int) -> Traversal:
-    """Adapt a traversal to parts of `down` x `across` tiles, so that no part has half a band.
+    """Return a traversal for parts of `down` x `across` tiles, so that no part has half a band.
 
     If each part has only one band, all bands are visited in the same direction: parts end with a small tile
     at the edge of C, of which less remains to be written at the end.
@@ -374,7 +374,7 @@ def _in_bands(plan: Plan, storage: Storage, available: int, *, keep_tile: bool) 
 
 
 def _with_rows(plan: Plan, workers: int) -> Plan:
-    """Return the plan with tiles so low that each worker gets about as many elements of C as the others."""
+    """Return the plan with tiles of so few rows that all workers get about equally many elements of C."""
     m, square, unit = plan.problem.m, plan.grid.cover.square, alignments(plan.setting)[0][0]
     tried = [plan]
     for rows in range(plan.grid.shape[0] + 1, ROWS_PER_WORKER * workers + 1):
@@ -496,7 +496,7 @@ class _Choice:
         shared = self._storage.shared(machine, workers)
         tried = [shared]
         if machine.shares_cores and shared is not machine:
-            # A thread that waits for the storage leaves the cores to others, but then copies what it read.
+            # A thread that waits for the storage needs no core meanwhile, but then it copies the bytes read.
             waiting = replace(shared, shares_cores=False, arena_seconds_per_byte=0.0)
             tried = [replace(machine, write=shared.write), waiting]
         found = []
@@ -535,7 +535,7 @@ class _Choice:
         return priced.largest.bottleneck
 
     def _why(self, used: int, available: int, seconds: float) -> str:
-        """Say what it would cost to use all available workers, per worker that is not used."""
+        """Return as text why not all available workers are used; "" if they are."""
         if used == available:
             return ""
         all_used = self._best(available)

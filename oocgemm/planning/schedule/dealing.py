@@ -75,7 +75,7 @@ def deal(
 def deal_in_order(
     devices: int, order: Iterable[Tile], tiles: Container[Tile] | None = None, *, apart: bool = False
 ) -> list[Tile]:
-    """Deal tiles, or those of them that are in `tiles`, in the given order. `deal` describes the result.
+    """Deal the tiles of `order`, or those that are in `tiles`, in this order. `deal` describes the result.
 
     >>> deal_in_order(2, [(0, 0), (1, 0), (1, 1), (2, 1), (2, 0), (2, 2)])
     [(0, 0), (1, 1), (1, 0), (2, 1), (2, 0), (2, 2)]
@@ -182,7 +182,7 @@ def _blocks(shape: tuple[int, int], traversal: Traversal, arranged: tuple[int, i
 
 
 def _lines(count: int, together: int) -> Sequence[Sequence[int]]:
-    """Divide tile rows (or columns) into groups of `together` rows, of which none are neighbours.
+    """Divide tile rows (or columns) into groups of `together` rows. No two rows of a group are neighbours.
 
     >>> [list(group) for group in _lines(7, 2)]
     [[0, 2], [1, 3], [4, 6], [5]]
@@ -291,7 +291,7 @@ class SharedSchedule(Schedule):
             yield Placing(self._tiles_of(device), steps, slots, last, panels, self.ends)
 
     def _use(self, uses: NextUse, device: int, line: int, step: int, position: int) -> int:
-        """Look up the next use of a panel by any device, after the tile at a position of one device."""
+        """Return the number of the next use of a panel by any device, after a position of one device."""
         return uses(line, step, position * self.devices + device)
 
     def _connect(self, everywhere: Sequence[Sequence[Panels]]) -> None:

@@ -291,7 +291,7 @@ class Schedule:
     def _load_panel(
         self, operand: str, place: TilePlace, line: Range, step: int, placed: Placed
     ) -> Iterator[Operation]:
-        """Load a panel of op(A) or op(B) unless it is cached.
+        """Yield the operations that load a panel of op(A) or op(B) unless it is cached.
 
         `line` are the rows of C that the panel of op(A) has, or the columns of C that the panel of op(B) has.
         """
@@ -351,7 +351,7 @@ class Schedule:
     def _load_c(
         self, place: TilePlace, rows: Range, number: int, slot: Slot, *, whole_tile: bool
     ) -> Iterator[Operation]:
-        """Load the old elements of a strip (some rows of a tile) of C, to which beta applies.
+        """Yield the operations that load the old elements of a strip of C, to which beta applies.
 
         The elements go into the accumulator of the tile if `whole_tile`, otherwise into a buffer for a strip.
         """
@@ -369,7 +369,7 @@ class Schedule:
         yield self.operation(Kind.UPLOAD, "C", place, 0, sources, targets, *at)
 
     def _drain(self, place: TilePlace, rows: Range, number: int) -> Iterator[Operation]:
-        """Finish rows of the accumulator (apply alpha and beta), download them and write them to storage."""
+        """Yield the operations that finish a strip (alpha and beta), download it and write it to storage."""
         lowered, last = self.lowered, len(self._depths) - 1
         n, size, host = self._strip_parts(place, rows, number)
         source, sums = self._in_tile(place, rows), self._sums(place, rows)

@@ -10,7 +10,8 @@ half of the time at which the last stream ends is added to a predicted time that
 
 Predictions have errors of more than one percent. Among candidates whose predictions are within one percent of
 the best, the planner chooses the one that would be fastest if no operations overlapped. This candidate moves
-fewer bytes in fewer operations. Of several such candidates, it chooses the one that begins to multiply first.
+fewer bytes in fewer operations. If there are several such candidates, the planner chooses the one that begins
+to multiply first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,8 +74,8 @@ STREAMS_SHARE = 0.5
 MAX_LONGER = 0.02
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
-# Of these, candidates whose times differ by at most this fraction if no operations overlap count as alike:
-# the one that begins to multiply first is chosen.
+# Among candidates with equal predicted times, those whose times without any overlap differ by at most this
+# fraction count as alike. The one that begins to multiply first is chosen.
 ALIKE = 0.003
 # Host slots per tile row (or column) in which several devices work at the same time, in a resumed run.
 PANELS_PER_LINE = 3

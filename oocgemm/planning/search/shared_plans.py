@@ -249,7 +249,7 @@ def _alone(
     tile: TileShape | None,
     effort: float,
 ) -> Plan:
-    """Plan the share `own` of one device within a part of the host budget.
+    """Return a plan for the share `own` of one device within a part of the host budget.
 
     Raises `BudgetError` if no plan fits. The message names budgets that may suffice for all devices.
     """

@@ -189,7 +189,7 @@ def _filled(
 
 
 def _draining(prices: Prices, memory: FreeMemory, base: Slots) -> Slots:
-    """Let several of a tile's last steps run strip by strip, to hide its download, or its writing.
+    """Return the slots for several last steps of a tile to run strip by strip, which hides its download.
 
     The device stores the panels of all these steps at the same time. So they are the fewest steps that take
     longer than the download, as far as the slots to add take at most a quarter of the free memory.
