@@ -233,7 +233,7 @@ def viewed(matrix: Matrix, rows: Range, cols: Range) -> Array | None:
 
 
 def is_plain(array: object) -> bool:
-    """Return whether an object is an ndarray of no subclass, and no view of a memory map of a file."""
+    """Return whether an object is an ndarray, not of a subclass, that is not a view of a memory map."""
     return type(array) is np.ndarray and _underlying_map(array) is None
 
 
@@ -255,7 +255,7 @@ def _has_contiguous_rows(array: Array) -> bool:
 
 
 def _prefetch(mapped: mmap.mmap, block: Array) -> None:
-    """Ask the system to load all pages that a block spans, unless it is small or sparse."""
+    """Ask the system to load all pages that a block spans, unless the block is small or sparse."""
     low, high = np.lib.array_utils.byte_bounds(block)
     if MIN_PREFETCH <= high - low <= MAX_PREFETCH_RATIO * block.nbytes:
         _advise(mapped, WILL_NEED, block)
@@ -269,7 +269,7 @@ def _advise(mapped: mmap.mmap, advice: int | None, block: Array) -> None:
 
 
 def _underlying_map(array: Any) -> mmap.mmap | None:
-    """Return the map of a file that an array is a view of; None if there is none."""
+    """Return the memory map of which an array is a view; None if the array is not mapped."""
     named = False
     while array is not None and not isinstance(array, mmap.mmap):
         named = named or (isinstance(array, np.memmap) and array.filename is not None)

@@ -142,7 +142,7 @@ class Opener:
 
 
 def _check(descriptor: int, mode: int, device: int, path: str | Path) -> None:
-    """Close an open file and raise `RefusedFileError` if it may not be read."""
+    """If an open file may not be read, close the file and raise `RefusedFileError` or `IsADirectoryError`."""
     if stat.S_ISDIR(mode):
         os.close(descriptor)
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -238,7 +238,7 @@ MIN_POPULATED = 8 << 20
 WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
 # MADV_DONTNEED is used on Linux only. On other systems it may discard writes to a mapped file.
 DONT_NEED: int | None = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
-# The number of pages that `resident` checks to estimate what share of a range of addresses is in memory.
+# The number of pages that `resident` checks to estimate whether a range of addresses is in memory.
 SAMPLED_PAGES = 8
 # The open(2) flag for direct I/O; 0 on systems without it, so that files are then opened normally.
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -288,7 +288,7 @@ class OpenFile:
             error.filename = str(self.path)  # calls on a file descriptor raise errors without a file name
 
     def mapped(self, offset: int, length: int) -> Array:
-        """Return `length` bytes of the file as an array that is mapped from it, not copied.
+        """Return `length` bytes of the file as a mapped array, without a copy.
 
         The mapping exists until the array is deleted. All pages of a large mapping are requested at once,
         because callers read the whole array. Raises `EOFError` if the file is too short. If the file is
@@ -401,7 +401,7 @@ def folder_mtime(folder: str | Path) -> int | None:
 
 
 def padded(size: int) -> int:
-    """Round `size` up to whole pages. They consist of whole sectors, as direct I/O requires."""
+    """Return `size` rounded up to whole pages. Pages consist of whole sectors, as direct I/O requires."""
     return -(-size // PAGE) * PAGE
 
 
@@ -439,7 +439,7 @@ def rest_of(rows: list[Array], done: int) -> list[Any]:
 
 
 def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags: int = 0) -> int:
-    """Fill rows of equal length, whose first `done` bytes are filled. Return the number of filled bytes."""
+    """Fill rows of equal length from a file, after the first `done` bytes. Return the filled bytes."""
     total = len(rows) * rows[0].nbytes
     while done < total:
         got = os.preadv(descriptor, rest_of(rows, done), offset + done, flags)

@@ -42,7 +42,7 @@ CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
 # stored elements, the decoded elements, and the array that the package returns.
 COPIES = 3
 # For an array without chunks, the planner assumes chunks of one row and at most this many bytes, which are
-# read whole. It then avoids panels with much shorter rows, which are slow to read.
+# read whole. The planner then avoids panels with much shorter rows, which are slow to read.
 ROW_BYTES = 16 << 10
 # A message names the arrays that are among the first members of a collection, of which at most this many are
 # checked.

@@ -1,4 +1,4 @@
-"""`Transform`: what happens to each element of an operand between storage and the product."""
+"""`Transform`: the computation on each element of an operand between storage and the product."""
 
 import hashlib
 import importlib
@@ -31,14 +31,14 @@ class Transform:
 
     Args:
         missing: the code of missing elements, such as -1 or NaN. None: there are none.
-        impute: what replaces a missing element: "mean" (default), the mean of the other elements at the same
-            index along k, after log1p; or 0; or an ndarray with one number per index along k; or "raise": an
-            operand with missing elements is refused.
+        impute: the replacement of a missing element: "mean" (default), the mean of the other elements at the
+            same index along k, after log1p; or 0; or an ndarray with one number per index along k; or "raise":
+            an operand with missing elements is refused.
         log1p: replace x by log(1 + x).
-        center: what is subtracted: "k", the mean of the elements that are not missing, after log1p; or an
+        center: the number to subtract: "k", the mean of the elements that are not missing, after log1p; or an
             array with one number per index along k; or None.
-        scale: what is divided by: "k", the standard deviation of these elements (with the divisor n); "hwe",
-            sqrt(2 p (1 - p)) with p = mean / 2, the standard deviation of genotypes 0, 1 and 2 in
+        scale: the number to divide by: "k", the standard deviation of these elements (with the divisor n);
+            "hwe", sqrt(2 p (1 - p)) with p = mean / 2, the standard deviation of genotypes 0, 1 and 2 in
             Hardy-Weinberg equilibrium; or an array; or None.
         clip: (low, high): a result below `low` becomes `low`, and one above `high` becomes `high`. NaN stays
             NaN.

@@ -81,7 +81,7 @@ def positions(mask: Array) -> tuple[Array, ...]:
 
 
 class ElementView(View):
-    """A read-only view of a matrix that reads it piece by piece, and computes its elements from each piece.
+    """A read-only view that reads a matrix piece by piece, and computes its own elements from each piece.
 
     Attributes:
         stored: the matrix that is read.

@@ -59,7 +59,7 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
     "blosc-lz4": {"cname": "lz4", "clevel": 3},
     "blosc-zstd": {"cname": "zstd", "clevel": 1},
 }
-# The function that returns the key of a chunk, given its numbers in the grid.
+# A function that returns the key of a chunk, given the row and the column of the chunk in the grid.
 Key = Callable[[tuple[int, ...]], str]
 # zarr's encodings of keys, as (name, separator). Arrays of format 2 have only the last two encodings.
 _ENCODINGS = (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))

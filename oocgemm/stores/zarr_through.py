@@ -240,7 +240,7 @@ def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) 
 
 
 def check_array(name: str, found: Any, path: str = "", *, writable: bool = False) -> None:
-    """Raise the errors of `wrap_zarr`, except those for chunks."""
+    """Raise an error for an array that cannot be used, like `wrap_zarr`, but do not check chunks."""
     if isinstance(found, zarr.Group):
         raise _is_group(name, found, path)
     if writable and found.read_only:
@@ -304,7 +304,7 @@ def remote_exists(url: str) -> bool:
 
 
 def _is_group(name: str, group: "zarr.Group", path: str) -> InputError:
-    """Return the error for a group: how to convert a sparse matrix, or which arrays the group has."""
+    """Return the error for a group. It says how to convert a sparse matrix, or which arrays the group has."""
     place, folder = path or str(group.store_path), local_folder(group)
     if is_sparse(group):
         problem = f"{name}: {place} is a sparse matrix, and a product needs a dense one"
