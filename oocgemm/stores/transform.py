@@ -32,8 +32,8 @@ class Transform:
     Args:
         missing: the code of missing elements, such as -1 or NaN. None: there are none.
         impute: the replacement of a missing element: "mean" (default), the mean of the other elements at the
-            same index along k, after log1p; or 0; or an ndarray with one number per index along k; or "raise":
-            an operand with missing elements is refused.
+            same index along k, after log1p; or 0; or an ndarray with one number per index along k; or
+            "raise": an operand with missing elements is refused.
         log1p: replace x by log(1 + x).
         center: the number to subtract: "k", the mean of the elements that are not missing, after log1p; or an
             array with one number per index along k; or None.
