@@ -108,7 +108,7 @@ class Window:
         """Return the number of the next part for a worker that has none, and the number of the attempt at it.
 
         Returns None if there is no part for this worker. A part that failed on a worker is given to another
-        one if there is another one among `workers`, all those present.
+        worker if there is one among `workers`, the workers that are present.
         """
         usable = [name for name in workers if self._failures.get(name, 0) < MAX_ATTEMPTS]
         if usable and worker not in usable:

@@ -187,7 +187,7 @@ _starters: dict[int, _Starter] = {}
 
 
 def take(key: Key) -> Child | None:
-    """Return a child process that waits for a task, if there is one."""
+    """Return a child process that waits for a task; None if none waits."""
     with _lock:
         _end_dead()
         waiting = _idle.get(key)

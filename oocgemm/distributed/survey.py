@@ -237,7 +237,7 @@ def sharers(found: Collection[WorkerFacts]) -> dict[str, tuple[int, int, int]]:
 
 
 def with_shares(request: Request, found: Collection[WorkerFacts]) -> Request:
-    """Divide the memory budgets of a request among the workers that share a host or a device.
+    """Return the request with its memory budgets divided among the workers that share a host or a device.
 
     All workers get the budgets of the worker with the least memory, since they follow one plan.
     """

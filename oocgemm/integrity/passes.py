@@ -101,7 +101,7 @@ class Oriented:
 
 
 class Passes:
-    """Reads blocks of matrices with threads of a pool, each at least `piece` elements at a time."""
+    """Reads blocks of matrices in several threads. Each reads at least `piece` elements at a time."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ logger = logging.getLogger("oocgemm")
 
 
 def recorder(job: PreparedRun, c: Matrix, known: dict[str, Any]) -> Recorder:
-    """Start the log of a run. Raises `InputError` if its file cannot be created.
+    """Start and return the log of a run. Raises `InputError` if its file cannot be created.
 
     `known` contains the parts of the header that describe the machine and the backend.
     """
@@ -241,7 +241,7 @@ def _needs_samples(job: PreparedRun) -> bool:
 
 
 def _note(retried: list[str], facts: list[str]) -> None:
-    """Log the reads that were tried again, and add them to those in the report."""
+    """Log the reads that were tried again, and add them to the reads listed in the report."""
     facts += retried
     for failed in retried:
         logger.warning("read again after a failure: %s", failed)

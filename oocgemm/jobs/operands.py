@@ -107,7 +107,7 @@ _problem = lru_cache(64)(GemmProblem.of)
 
 
 def _out_dtype(given: Any, operands: DType) -> str:
-    """Return the name of C's dtype. Raises `InputError` if operands of this dtype cannot give it."""
+    """Return the name of C's dtype. Raises `InputError` if a product of these operands cannot have it."""
     if given is None:
         return operands.results[0]
     name = named_dtype(given)
@@ -281,7 +281,7 @@ def _limit(problem: GemmProblem, dtype: str) -> float:
 
 
 def _norms(matrix: Matrix, k_axis: int, center: Array, memory: int) -> Array:
-    """Return |x - c|^2 of each row, Inf if it overflows, and 0 for rows with NaN or Inf."""
+    """Return |x - c|^2 of each row x: Inf if it overflows, and 0 if the row has a NaN or Inf."""
     found = squares(_moved(matrix, k_axis, center, "float64"), k_axis, memory)
     if np.isinf(found).any():
         sizes = largest(_moved(matrix, k_axis, np.zeros(len(center)), "float64"), k_axis, memory)
@@ -296,7 +296,10 @@ def _moved(matrix: Matrix, k_axis: int, center: Array, dtype: str) -> Transforme
 
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
+    """Open and return A and B, with the description of their product on a backend.
+
+    Raises `InputError` if A and B do not fit.
+    """
     match request.into:
         case Gram():
             return _open_gram(request, backend)

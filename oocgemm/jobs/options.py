@@ -92,7 +92,7 @@ class Field(NamedTuple):
 
 
 class Option(NamedTuple):
-    """How an option is described, and what the command line calls it.
+    """The description of an option, and its form on the command line.
 
     In texts, ``{name}`` is the option of this name: \\`name\\` in the library, --name on the command line.
 

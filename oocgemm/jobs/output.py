@@ -267,7 +267,7 @@ def open_journal(folder: Folder) -> Journal | ObjectJournal:
 
 
 def create_output(job: PreparedRun, folder: Folder | None = None) -> Matrix:
-    """Create C, or reserve disk space for a C that exists. `folder` contains the journal, if C has one."""
+    """Create C, or reserve disk space for an existing C; return C. `folder` contains the journal, if any."""
     found, c = job.output.matrix, job.request.c
     if found is not None:
         stores.reserve(found)

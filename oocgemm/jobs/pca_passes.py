@@ -273,7 +273,7 @@ def _gram(q: Array, z: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class PcaState:
-    """What is known after some passes.
+    """The state of a run after some passes.
 
     - `center`: what is subtracted from the columns of X; None until the first pass has computed it.
     - `folded`: whether `center` is subtracted from the products. If not, it is subtracted from each element.
@@ -543,9 +543,9 @@ class PcaPasses:
         return np.zeros(cols) if state.center is None else state.center, 1 / self.scale
 
     def _each(self, state: PcaState) -> Transform | None:
-        """Return what happens to each element when it is multiplied; None if nothing does."""
+        """Return the transform of each element when X is multiplied; None if elements do not change."""
         whole = self.transform
-        if whole.missing is not None and self._fill is None:  # only planned
+        if whole.missing is not None and self._fill is None:  # X has not been read: this is only planned
             return replace(whole, cast=self.dtype.name)
         numbers: dict[str, Any] = {}
         if not state.folded:
@@ -592,7 +592,7 @@ def _centered(transform: Transform, *, center: bool) -> Transform:
 
 
 def _multiplied(matrix: Matrix, transform: Transform) -> np.dtype[Any]:
-    """Return the dtype in which a matrix is multiplied. Raises `InputError` if it cannot be."""
+    """Return the dtype in which X is multiplied. Raises `InputError` if the cast is not possible."""
     if transform.cast is not None and transform.cast not in DTYPES:
         raise InputError(
             f"cast = {transform.cast!r}, but components are computed in float32 or float64: pass one"

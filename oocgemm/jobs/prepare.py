@@ -243,7 +243,7 @@ def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:
 def measured(
     request: Request, problem: GemmProblem, x: Matrix, tile: TileShape | None, free: Callable[[], int] | None
 ) -> GemmProblem:
-    """Return the problem, changed if the device shall find the statistics that the steps of X need.
+    """Return the problem, changed if the device will find the statistics that the steps of X need.
 
     `x` is op(X) if the problem is a Gram matrix, `tile` the tile that the user chose. `free` returns the free
     device memory in bytes; it is None if that is unknown.

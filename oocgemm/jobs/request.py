@@ -112,7 +112,7 @@ class Destination:
             stores.check_apart("C", self.path, operand)
 
     def layout(self, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None) -> Layout:
-        """Return the layout of a new C in storage. If `chunks` is None, the planner chooses them."""
+        """Return the layout of a new C in storage. If `chunks` is None, the planner chooses the chunks."""
         return stores.new_layout(self.path or None, problem, chunks, compressor)
 
     def warn_of_new(self, shape: Shape, itemsize: int, chunks: Shape | None) -> None:
@@ -143,7 +143,7 @@ class Destination:
         return {cache.file_system(self.path)}
 
     def is_same_path(self, path: str) -> bool:
-        """Tell whether a local path is that of C, after symbolic links are resolved."""
+        """Tell whether a local path is the path of C, after symbolic links are resolved."""
         return bool(self.path) and os.path.realpath(path) == os.path.realpath(self.path)
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ class Destination:
 
 
 class Into:
-    """What becomes of C. The class attributes and properties are those of a product that is stored as it is.
+    """What a run does with C. The values in this class are those for a C that is stored as it is.
 
     - `feature`: the feature that it uses and not every executor has (`support.HOLES`); "" for none.
     - `stores_c`: whether C is stored. If not, the result that is made from C is kept in memory.
@@ -170,7 +170,7 @@ class Into:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What error messages call A and B."""
+        """The names of A and B in error messages."""
         return "A", "B"
 
     @property
@@ -185,7 +185,7 @@ class Into:
 
     @property
     def factor(self) -> Array | None:
-        """A matrix in memory that the product needs beside A and B; None without one."""
+        """A matrix in memory that the product needs beside A and B; None if it needs none."""
         return None
 
     def rule(self, problem: GemmProblem, scales: Array | None) -> Rule | None:
@@ -208,7 +208,8 @@ class Selection(Into):
     - `absolute`: whether magnitudes are compared with the threshold.
     - `cosine`: whether the product is that of the rows of E divided by their norms.
     - `excludes_self`: whether elements on the diagonal are left out.
-    - `names`: what error messages call A and B. `same`: whether op(B) is the transpose of op(A).
+    - `names`: the names of A and B in error messages.
+    - `same`: whether op(B) is the transpose of op(A).
     """
 
     stores_c: ClassVar[bool] = False
@@ -393,7 +394,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Durability:
-    """What may happen to a C that exists, and to an unfinished run."""
+    """Whether a run may overwrite an existing C, resume an unfinished run, and accept changed operands."""
 
     overwrite: bool = False
     resume: bool = False

@@ -208,7 +208,7 @@ class Plan(planning.Plan):
 
     @classmethod
     def of(cls, plan: planning.Plan, request: Request, workers: "Partition | None" = None) -> "Plan":
-        """Combine a plan, its request, and what several workers compute of it into a plan that can run."""
+        """Return a plan that can run: a plan, its request, and its partition among several workers."""
         decided = {part.name: getattr(plan, part.name) for part in fields(planning.Plan)}
         return cls(**decided, request=request, workers=workers)
 
@@ -380,7 +380,7 @@ def _form(x: Any) -> object:
 
 @dataclass(frozen=True)
 class Begun:
-    """A job whose first uploads have begun before all of it was checked. Its T began at the time `origin`."""
+    """A job whose uploads have begun before the job was fully checked. Its T began at the time `origin`."""
 
     origin: int
     engine: Backend
@@ -554,12 +554,12 @@ def outcome(request: Request, *, dry_run: bool) -> Result | Plan: ...
 @overload
 def outcome(request: Request, shape: Callable[[Result], T], *, dry_run: bool) -> T | Plan: ...
 def outcome(request: Request, shape: Callable[[Result], Any] = lambda found: found, *, dry_run: bool) -> Any:
-    """Run a request, and return its result in the shape that a verb gives it; with `dry_run`, the plan."""
+    """Run a request, and return `shape(result)`; with `dry_run`, return the plan instead."""
     return plan_request(request) if dry_run else shape(run_request(request))
 
 
 def plan_request(request: Request) -> Plan:
-    """Plan a request without a device, and without workers if these would compute it."""
+    """Return the plan of a request. No device is used, and workers run nothing."""
     if request.where.is_distributed:
         from oocgemm.distributed.distribute import plan_for_workers
 
@@ -568,7 +568,7 @@ def plan_request(request: Request) -> Plan:
 
 
 def _plan_alone(request: Request) -> Plan:
-    """Plan a request for one process."""
+    """Return the plan of a request for one process."""
     name = backends.resolve(request.where.backend)
     if request.where.backend == "auto" and name == "host":
         backends.fall_back(backends.missing_for_cuda())
@@ -662,7 +662,7 @@ def _check_genotypes(request: Request) -> None:
 
 
 def _run(request: Request, run: Callable[[Progress | None, Cancel], T], *, brief: bool = False) -> T:
-    """Call `run` with the progress callback of a request, where no signal interrupts it."""
+    """Call `run` with the progress callback of a request, and return its result. No signal interrupts it."""
     shield = shielded_here if brief else shielded
     with _display(request.progress) as progress:
         return shield(partial(run, progress))

@@ -365,7 +365,7 @@ def swept(
 
 
 def _of_genotypes(counts: Array) -> Stats:
-    """Return the statistics of variants from their numbers of genotypes 0, 1, 2 and missing ones."""
+    """Return the statistics of variants, given the counts of genotypes 0, 1, 2 and missing."""
     each, known = counts[:, :3], counts[:, :3].sum(1)
     total, squares = each @ [0, 1, 2], each @ [0, 1, 4]
     with np.errstate(invalid="ignore"):  # 0 / 0 where no genotype is known
@@ -398,7 +398,7 @@ def _load(place: Path, extent: int) -> Stats | None:
 
 
 def _save(place: Path, found: Stats) -> None:
-    """Save statistics, and remove the oldest ones of other arrays if there are too many."""
+    """Save statistics. If the cache has too many files, remove the oldest files."""
     file, named = io.BytesIO(), {field.name: getattr(found, field.name) for field in fields(Stats)}
     np.savez(file, **named)
     with suppress(OSError):  # without the cache, later runs make a pass again
@@ -564,7 +564,7 @@ def _hashes(matrix: Matrix, axis: int, memory: int) -> Array:
 
 @once
 def largest(matrix: Matrix, axis: int, memory: int) -> Array:
-    """Return the largest magnitudes along an axis of a matrix, by a pass over it; NaN where it has NaN."""
+    """Return the largest magnitudes along an axis of a matrix, by a pass; NaN where there is a NaN."""
     found = np.zeros(matrix.shape[1 - axis])
 
     def act(rows: Range, cols: Range, raw: Array) -> Array:

@@ -285,7 +285,7 @@ def _cast(step: Cast) -> str:
 
 
 def further(given: Epilogue) -> Any:
-    """Return what the caller passed for D, the further matrix that a step reads; None without one."""
+    """Return D, the further matrix that a step reads, as the caller passed it; None if no step reads D."""
     return next((step.d for step in given if isinstance(step, Add | Divide)), None)
 
 

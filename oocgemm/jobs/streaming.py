@@ -220,7 +220,7 @@ def _of_rows(raw: Array) -> Moments:
             np.divide(found.total[part], count, out=mean[part])
             x -= mean[part, None]
             np.einsum("ij,ij->i", x, x, out=found.m2[part])
-        # Of equal elements, the mean has at most this rounding error.
+        # The mean of equal elements has at most this rounding error.
         error = count * np.finfo(np.float64).eps * np.abs(mean)
         equal = np.flatnonzero(found.m2 <= count * error * error)
     found.count.fill(count)

@@ -112,7 +112,7 @@ OPTIONS: Mapping[str, str] = {
 
 
 class Verb(NamedTuple):
-    """What the package knows of a verb, beside its function and its options (`oocgemm.jobs.options`).
+    """Facts about a verb, beside its function and its options (`oocgemm.jobs.options`).
 
     - `uses`: the features that the verb uses, beside those of its options.
     - `command`: the summary of the command ``oocgemm VERB X OUT``, which calls the function for X and saves

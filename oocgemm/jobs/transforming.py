@@ -36,12 +36,12 @@ from oocgemm.stores.transformed import (
 )
 from oocgemm.system.resources import RECENT, available_memory
 
-# What the lines of each axis are called.
+# The name of a line, by the axis that numbers the lines.
 _LINE = ("row", "column")
 # Maximum number of lines that a message lists.
 _LISTED = 5
 
-# What the indices along each axis of an array are called.
+# The names of the indices along each axis of an array.
 _LINES = ("rows", "columns")
 
 
@@ -90,7 +90,7 @@ def _of_lines(matrix: StandardizedMatrix, memory: int, sweep: Sweep | None) -> t
 
 
 def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
-    """Return which lines have variances too small for the dtype of covariances, and what a message says."""
+    """Return which lines have variances too small for the dtype of covariances, and text for a message."""
     limit, remedy = float(np.finfo(dtype).tiny), "pass X in float64"
     if dtype.itemsize == 8:
         limit, remedy = MIN_SQUARES, "multiply X by 2.0**400, which multiplies covariances by 2.0**800"
@@ -101,7 +101,7 @@ def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
 
 
 def _overflowing(squares: Array, dtype: np.dtype[Any]) -> tuple[Array, str]:
-    """Return which lines have sums of squares too large for covariances, and what a message says.
+    """Return which lines have sums of squares too large for covariances, and text for a message.
 
     Elements of 2 bytes are summed in float32, whose range they cannot leave.
     """

@@ -136,7 +136,7 @@ def reading_again(retries: Retries, cancel: Cancel) -> Iterator[Callable[[], Non
 
 
 def check_pass(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> None:
-    """Check the product of a pass of `pca` over X. Raises `ExecutionError` as `check_samples` does."""
+    """Check the product of a pass of `pca` over X. Raises `ExecutionError` if the product is wrong."""
     chain, problem = job.request.into, job.plan.problem
     assert isinstance(chain, Chain)
     assert chain.factor is not None
@@ -387,9 +387,9 @@ def verify(  # noqa: PLR0915  a sequence of checks
         bound: model of rounding errors. "probabilistic" assumes that they are independent and of mean 0;
             "worst-case" assumes nothing, and finds large errors only.
         seed: seed of the random signs.
-        gram: "lower" or "upper" if only this triangle of c is stored, as by `oocgemm.gram`: the other one,
-            and that of c_before, is taken as its conjugate transpose. "full" if all of c is stored. None
-            (default): what the run has recorded in c, or "full".
+        gram: "lower" or "upper" if only this triangle of c is stored, as by `oocgemm.gram`. Then the
+            other triangle, also of c_before, is taken as its conjugate transpose. "full" if all of c is
+            stored. None (default): what the run has recorded in c, or "full".
         say: called with a text that describes the progress, by one thread at a time.
 
     Returns:

@@ -68,7 +68,7 @@ def plan_gram(
     uplo: str | None = None,
     **options: Unpack[GramPlanOptions],
 ) -> Plan:
-    """Return the plan by which `gram` would compute a Gram matrix, as `plan` does for `gemm`.
+    """Return the plan by which `gram` would compute a Gram matrix. No device is used; nothing is written.
 
     Args:
         x, out, axis, uplo: as for `gram`.

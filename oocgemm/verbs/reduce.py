@@ -32,7 +32,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class Threshold:
-    """The elements of C that are at least `least`, or whose magnitudes are, with `absolute`.
+    """The elements of C that are at least `least`. With `absolute`, their magnitudes are compared.
 
     With `exclude_self`, elements on the diagonal are left out.
     """
@@ -216,7 +216,7 @@ def _transposed(given: dict[str, Any], *, same: bool) -> dict[str, Any]:
 
 
 def _factor(v: Any, name: str, dtype: str) -> Array:
-    """Return V in the dtype in which it is used. Raises `InputError` if it is not a vector or a matrix."""
+    """Return V in the dtype in which it is used. Raises `InputError` if V is not a vector or a matrix."""
     known = DTYPES.get(dtype)
     if known is None or known.accumulator not in ("float32", "float64") or dtype == "int8":
         raise InputError(

@@ -240,7 +240,7 @@ def _place(counted: Result, request: Request) -> Any:
 
 
 def _standardizing(found: Stats, method: str, chosen: Array) -> tuple[dict[str, Any], float, Array]:
-    """Return how genotypes are transformed, what the product is divided by, and which variants are used.
+    """Return the transform of genotypes, the divisor of the product, and flags of the variants that are used.
 
     Variants outside of `chosen` are not used.
 
