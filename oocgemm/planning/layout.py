@@ -78,7 +78,7 @@ class Layout:
     - `itemsize`: bytes of an element.
     - `contiguous`: the axis along which elements are contiguous.
     - `decode_bytes`: temporary host memory to read one chunk; 0 if no codec runs.
-    - `resident_bytes`: host memory that the array occupies during the whole run, besides what is read.
+    - `resident_bytes`: host memory that the array occupies during the whole run, besides the blocks read.
     - `writing`: how it is written, if it is C.
     """
 
@@ -391,7 +391,7 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class Codings:
-    """How a GPU decodes A and B and encodes C, which planning chooses; None if the host does."""
+    """How a GPU decodes A and B and encodes C, as planning chooses; None if the host decodes or encodes."""
 
     a: Coding | None = None
     b: Coding | None = None
@@ -412,7 +412,7 @@ class Layouts:
         return {"A": self.a, "B": self.b, "C": self.c}
 
     def coding(self, operand: str) -> Coding | None:
-        """Return how a GPU decodes "A" or "B", or encodes "C"; None if it does not."""
+        """Return how a GPU decodes "A" or "B", or encodes "C"; None if no GPU decodes or encodes it."""
         return {"A": self.codings.a, "B": self.codings.b, "C": self.codings.c}[operand]
 
     @property

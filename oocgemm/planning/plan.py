@@ -278,7 +278,7 @@ class Plan:
 
     @cached_property
     def lowered(self) -> Lowered:
-        """What the operations of the run do."""
+        """The decisions about what the operations of the run do."""
         return lower(self.problem, self.slots)
 
     def schedule(self) -> Schedule:

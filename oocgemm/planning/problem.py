@@ -164,7 +164,7 @@ class Updated(Operand):
         return self.columns
 
     def factor_elements(self, m: int, n: int) -> int:
-        """Count the elements of Q, and of what its rows have in addition."""
+        """Count the elements of Q and the additional elements of its rows."""
         return m * n
 
     def flops(self, product: int, n: int) -> int:
@@ -294,7 +294,7 @@ class GemmProblem:
 
     @property
     def triangle(self) -> str:
-        """The triangle of C that is stored, "lower" or "upper", with the diagonal; "" if all of C is."""
+        """The triangle of C that is stored, "lower" or "upper", with its diagonal; "" if all is stored."""
         return self.cover.stored_triangle if self.sink.stores_c else ""
 
     @property

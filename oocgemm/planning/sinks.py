@@ -69,7 +69,7 @@ SPARSE = 64
 
 @dataclass(frozen=True)
 class Sink:
-    """What becomes of finished tiles. `dtype` is that of the elements which are stored.
+    """What becomes of finished tiles. `dtype` is the dtype of the elements that are stored.
 
     The steps of the `epilogue` change each element of C before it is stored, selected or used in another way.
     For a sink that is not `Stored`, C is ``op(A) @ op(B)``: alpha = 1 and beta = 0.

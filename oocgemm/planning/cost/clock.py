@@ -1,7 +1,7 @@
 """The virtual clock: predict the time of a candidate without creating the operations of its schedule.
 
 The clock goes through the run in program order, as a simulation of the schedule does, but only keeps the
-times at which streams and slots become free. It is fast because it collapses what is periodic: the steps of a
+times at which streams and slots become free. It is fast because it collapses periodic parts: the steps of a
 tile, the tiles of a row, the rows of tiles. Each is repeated until all times grow at constant rates. The rest
 is skipped, up to the repetition in which one time could overtake another.
 
@@ -116,7 +116,7 @@ def predict(
 
 
 class TileKind(NamedTuple):
-    """What the steps of a tile depend on.
+    """The properties of a tile on which its steps depend.
 
     `first` and `last` tell that it is the first and the last tile of the run. `found_a` and `found_b` are the
     numbers of cached panels of A and B, on the device and on the host. The strips of a `staircase` differ in

@@ -30,7 +30,7 @@ LANES, DECODED_BATCH = 8, 128 << 20
 MIN_LANES, MIN_DECODED_BATCH = 2, 16 << 20
 # All lanes together take at most 1 / DECODING_SHARE of each budget.
 DECODING_SHARE = 4
-# Room for compressed chunks, relative to what they are expected to take. Batches that need more are halved.
+# Room for compressed chunks, relative to their expected size. Batches that need more room are halved.
 FRAMES_MARGIN = 1.5
 # Temporary device memory of the decoder, per byte of decoded data: a literal takes one byte, and a sequence
 # of at least 3 bytes takes 8.
@@ -167,7 +167,7 @@ def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
     `codings` has the operands that it could decode. It should decode those for which this saves time.
     """
     layouts, problem, machine = setting.layouts, setting.problem, setting.machine
-    if machine.unified or problem.checked:  # the host computes digests of what it has read
+    if machine.unified or problem.checked:  # the host computes digests of the panels that it reads
         return layouts
     found = layouts
     for operand, coding in codings.items():

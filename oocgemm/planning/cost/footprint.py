@@ -62,7 +62,7 @@ COMPILED_LANES = 8
 PAGE = 4096
 # Buffers per thread: one is filled while the other one is copied.
 BUFFERS = 2
-# Bytes per buffer in which the device marks what it has copied.
+# Bytes per buffer in which the device marks how much it has copied.
 MARKS = 256
 
 

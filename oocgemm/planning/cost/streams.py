@@ -18,7 +18,7 @@ _BEFORE = -1.0
 
 
 class ClockState(NamedTuple):
-    """What later operations depend on, and the seconds for which lanes were busy.
+    """The state on which later operations depend, and the seconds for which lanes were busy.
 
     `times` are relative to `base`, in seconds. So their rounding errors do not grow during the run. `unused`
     are the numbers of slots that nothing has used yet.

@@ -387,7 +387,7 @@ def _with_rows(plan: Plan, workers: int) -> Plan:
 
 
 def _largest_share(plan: Plan, workers: int) -> float:
-    """Return the share of C's elements that the largest part has."""
+    """Return the elements of the largest part as a fraction of C's elements."""
     sizes = [part.tiles(plan.grid).coverage.elements for part in bands(plan.grid, workers)]
     return max(sizes) / sum(sizes) if sizes else 1.0
 
@@ -535,7 +535,7 @@ class _Choice:
         return priced.largest.bottleneck
 
     def _why(self, used: int, available: int, seconds: float) -> str:
-        """Return as text why not all available workers are used; "" if they are."""
+        """Return as text why not all available workers are used; "" if all are used."""
         if used == available:
             return ""
         all_used = self._best(available)

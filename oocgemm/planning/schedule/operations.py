@@ -105,7 +105,7 @@ class Schedule:
 
     @cached_property
     def lowered(self) -> Lowered:
-        """What the operations do."""
+        """The decisions about what the operations of the run do."""
         return lower(self.problem, self.slots, self.coded)
 
     @cached_property

@@ -511,7 +511,7 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand. Return the summed depths of those uploaded, and read."""
+        """Place a tile's panels of one operand. Return the summed depths of uploaded, and of read, panels."""
         # Memoise the result only if that saves time. With large caches and few steps, comparing the contents
         # of caches takes longer than placing the tile's panels.
         memoised = panels.slots <= 4 * len(depths)

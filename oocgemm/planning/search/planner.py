@@ -114,9 +114,10 @@ def _plan_with_advice(setting: Setting, tile: TileShape | None, effort: float) -
 def _faster(plan: Plan) -> Faster | None:
     """Find larger budgets that make a slow product at least `MIN_FASTER` times as fast, or return None.
 
-    The sizes in the options that bound the memory are doubled, one of them or all, and then quadrupled. The
-    first budgets that suffice are returned. None are tried if the product takes less than `MIN_SLOW` seconds,
-    or if no plan could be that much faster: it must still read the operands once and multiply them.
+    The sizes in the options that bound the memory are doubled, first one size and then all, and later
+    quadrupled. The first budgets that suffice are returned. None are tried if the product takes less than
+    `MIN_SLOW` seconds, or if no plan could be that much faster: it must still read the operands once and
+    multiply them.
     """
     setting = plan.setting
     problem, budgets, machine = setting.problem, setting.budgets, setting.machine
@@ -148,9 +149,9 @@ def resumed_plan(
 ) -> Plan:
     """Return a plan that completes an interrupted run: it computes the tiles that are not in `done`.
 
-    `candidate` is how the interrupted run computed the product. If it does not fit the present budgets, the
-    plan caches fewer panels and, if necessary, uses one I/O thread. The result has the same bits in all
-    cases, also with another number of devices.
+    `candidate` is the way in which the interrupted run computed the product. If it does not fit the present
+    budgets, the plan caches fewer panels and, if necessary, uses one I/O thread. The result has the same bits
+    in all cases, also with another number of devices.
 
     Raises `BudgetError` if the plan does not fit even then.
     """

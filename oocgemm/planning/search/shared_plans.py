@@ -54,7 +54,7 @@ LINES, STRIPS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32), 4
 PLANNED, DEPTHS = 4, 2
 # Time of a search, relative to the search for a plan for one device: for each share, and for the best share.
 QUICK, LONG = 0.0, 0.5
-# The host budget of one device is the largest of these parts of the whole one with which the slots of all
+# The host budget of one device is the largest of these parts of the whole budget with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
 # Predicted times for several devices with at most these relative differences count as about equal, and as
@@ -223,7 +223,7 @@ def _plan(setting: Setting, candidate: Candidate) -> Plan:
 def _planned(setting: Setting, tile: TileShape) -> Plan:
     """Return the plan for a tile shape, with the slots that suit the share of one device.
 
-    Raises `BudgetError` if it does not fit. The message names budgets that may suffice.
+    Raises `BudgetError` if no such plan fits. The message names budgets that may suffice.
     """
     devices, grid = setting.devices, TileGrid.of(setting.problem, tile)
     arranged = (1, 1)

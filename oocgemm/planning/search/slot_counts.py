@@ -55,7 +55,7 @@ class FreeMemory:
         self._without_slots: dict[int, tuple[int, int]] = {}
 
     def sizes(self, strip: int) -> dict[tuple[str, str], int]:
-        """Return the bytes of one buffer by (tier, operand), as `slot_bytes` does."""
+        """Return the bytes of one buffer by (tier, operand), which `slot_bytes` has computed."""
         if strip not in self._sizes:
             frames = slot_frames(self.setting, self.tile, strip)
             self._sizes[strip] = slot_bytes(self.setting.problem, self.tile, strip, frames)

@@ -42,7 +42,7 @@ MAX_DRAIN = 8
 # Device slots for panels of a pageable array. Several blocks are copied at the same time.
 PAGEABLE_SLOTS = 8
 
-# Candidates, each with a lower bound on its seconds, in ascending order of these.
+# Candidates, each with a lower bound on its seconds.
 Bounded = list[tuple[float, Candidate]]
 
 
