@@ -470,7 +470,7 @@ class Selecting:
                 yield self._leave(place, rows)
 
     def _finish(self, place: TilePlace, rows: Range, *, first: bool) -> Operation:
-        """Return the operation that updates the elements kept of a strip's rows, and of its columns' rows."""
+        """Return the Finish that updates the elements kept of a strip's rows, and of their mirror images."""
         cols, step = self._grid.span(place.tile, rows), self._grid.steps - 1
         elements = self._schedule._in_tile(place, rows)
         lines = [rows, mirrored_columns(rows, cols)] if self._halves else [rows]

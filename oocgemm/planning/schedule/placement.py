@@ -311,7 +311,7 @@ class Panels:
         return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
 
     def advance(self) -> None:
-        """End a group of steps whose panels are loaded together. With several devices, it has one of each."""
+        """End a group of steps whose panels are loaded together: with several devices, a step of each."""
         for cache in self._tiers if self._leads else self._tiers[:1]:
             cache.advance()
 
