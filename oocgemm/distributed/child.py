@@ -215,7 +215,7 @@ def _earlier(spec: PartSpec) -> Any:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """Describe an error as plain data. `fatal` tells that the part would fail in every other process too."""
+    """Return an error as plain data. `fatal` tells that the part would fail in every other process too."""
     full = any(getattr(one, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for one in _chain(error))
     return {
         "error": type(error).__name__,

@@ -57,7 +57,10 @@ class Crew(ABC):
 
     @abstractmethod
     def submit(self, name: str, function: Callable[[str], Any], text: str) -> Task:
-        """Call ``function(text)`` in a worker. `function` is in `oocgemm.distributed.processes`."""
+        """Begin ``function(text)`` in a worker, and return the task.
+
+        `function` is in `oocgemm.distributed.processes`.
+        """
 
     def interrupt(self) -> None:  # noqa: B027 - most crews cannot
         """Make the workers of this process end their tasks soon. No more tasks may be submitted."""
@@ -132,7 +135,7 @@ class OnExecutor(Crew):
 
 
 def connect(address: str | None = None, file: str | None = None) -> Any:
-    """Connect to a scheduler by its address, or by the file that ``dask scheduler`` writes."""
+    """Return a dask client. `file` is the file with the address that ``dask scheduler`` writes."""
     where = f"at {address}" if file is None else f"of {file}"
     client = _client()
     try:

@@ -184,7 +184,7 @@ def partial_products(
 
 
 def parts_again(plan: Plan, workers: int, k_slices: int) -> tuple[Part, ...]:
-    """Divide the plan of an interrupted run into about as many parts as there are workers.
+    """Return the parts of an interrupted run: about as many as there are workers.
 
     The bits of C follow from the tiles and the slices of k of the plan. Among the divisions of each slice,
     the function chooses the division whose parts read least of A and B.

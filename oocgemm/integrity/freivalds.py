@@ -243,7 +243,7 @@ class Check:
         self._tolerance = SumTolerance(problem, bound, self._k, min(blocks.group, cols[1] - cols[0]), tests)
 
     def run(self) -> CheckResult:
-        """Compare C with the product. Columns of op(B) with an Inf or NaN are excluded from the sums."""
+        """Return the result of the check. Columns of op(B) with an Inf or NaN are excluded from the sums."""
         found = CheckResult(np.zeros((self._m, self._groups), bool), 0.0, 0.0)
         if self._m == 0 or self._cols[0] == self._cols[1]:
             return found

@@ -62,7 +62,7 @@ class Oriented:
         return replace(self, swapped=not self.swapped)
 
     def pieces(self, rows: Range, cols: Range, min_elements: int) -> Iterator[tuple[Range, Range]]:
-        """Cut a block into pieces of at least `min_elements`: whole chunks, or rows of chunks."""
+        """Yield the pieces of a block, of at least `min_elements`: whole chunks, or rows of chunks."""
         size = min(min_elements, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
         for r, c in pieces(*self._stored(rows, cols), self._cut_along(min_elements), size):
             yield (c, r) if self.swapped else (r, c)

@@ -291,7 +291,7 @@ def _distances(x: Array, lines: Array) -> Array:
 
 
 def chosen(rng: np.random.Generator, extent: int, count: int) -> list[int]:
-    """Choose at most `count` of `extent` indices, in `RUNS` runs that are spread over all of them."""
+    """Return at most `count` of `extent` indices, in `RUNS` runs that are spread over all of them."""
     if extent <= count:
         return list(range(extent))
     runs = min(RUNS, count)

@@ -357,7 +357,7 @@ def _kept_in_c(folder: Path) -> Record | None:
 
 
 def _record(path: Folder, folder: Folder, content: bytes) -> Record:
-    """Parse the content of a journal, read from `path`. Raises `InputError` if the journal is damaged."""
+    """Return the record in the content of the journal at `path`. Raises `InputError` if it is damaged."""
     header: dict[str, Any] = {}
     files: dict[Tile, str | None] = {}
     commits: set[Tile] = set()

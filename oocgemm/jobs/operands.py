@@ -65,7 +65,7 @@ def problem_of(
     compute: str = "native",
     out_dtype: Any = None,
 ) -> GemmProblem:
-    """Describe the product of two operands. Raises `InputError` if shapes, dtypes or scalars do not match."""
+    """Return the product of two operands. Raises `InputError` if shapes, dtypes or scalars do not match."""
     trans_a, trans_b = op_of("trans_a", trans_a), op_of("trans_b", trans_b)
     stores.check_dtypes(a, b)
     m, k = a.shape[::-1] if trans_a.swaps else a.shape
@@ -184,7 +184,7 @@ def op_of(name: str, value: Transpose) -> Op:
 
 
 def tile_of(value: TileShape | str | None, problem: GemmProblem) -> TileShape | None:
-    """Parse a tile shape, such as "4096x4096x512", and clip it to the product."""
+    """Parse a tile shape, such as "4096x4096x512", and return it clipped to the product."""
     if value is None or isinstance(value, TileShape):
         return value and value.within(problem)
     parts = str(value).lower().split("x")
@@ -375,7 +375,7 @@ def _standardized(x: Matrix, request: Request, op: Op) -> Matrix:
 def _open_selection(
     request: Request, selection: Selection, backend: str
 ) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open A and B, and describe the selection of elements of their product."""
+    """Open and return A and B, with the description of a selection from their product."""
     a, b, problem = _open_pair(request, selection.names, same=selection.same)
     if selection.topk and not selection.same:
         _check_most(selection.topk, problem.n)
@@ -397,7 +397,7 @@ def _open_selection(
 
 
 def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open A and B, and describe their product, which is not stored. With `same`, op(B) is op(A)^T."""
+    """Open and return A and B, with their product, which is not stored. With `same`, op(B) is op(A)^T."""
     name = "X" if request.a.standardize else names[0]
     trans = op_of("trans_a", request.a.op)
     if same:
@@ -440,7 +440,7 @@ def _wide(problem: GemmProblem) -> GemmProblem:
 
 
 def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open X, make the matrix that is added to X Q, and describe ``X^T (X Q + 1 row)``."""
+    """Return X, opened, the matrix that is added to X Q, and the description of ``X^T (X Q + 1 row)``."""
     x = stores.open_matrix("X", request.a.given, decode=request.decode)
     if chain.rows is not None:
         whole = stores.in_memory(x)
@@ -456,7 +456,7 @@ def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmPro
 
 
 def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open A and B, and describe the reduction of the rows of their product, or its product with V."""
+    """Open and return A and B, with the reduction of the rows of their product, or its product with V."""
     a, b, problem = _open_pair(request, reduction.names, same=reduction.same)
     if reduction.kind:
         if reduction.kind == "max" and not problem.n:

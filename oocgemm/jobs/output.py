@@ -82,7 +82,7 @@ class Target(ABC):
 
 
 def open_target(job: PreparedRun) -> Target:
-    """Open C for a run, and create it if it does not exist. Raises `InputError` if that is impossible."""
+    """Return C, opened or created for a run. Raises `InputError` if that is impossible."""
     if job.output.earlier is None:
         return Unjournaled(job)
     return Complete(job) if job.output.earlier.complete else Journaled(job, job.output.earlier)
@@ -262,7 +262,7 @@ def remove_shared(folder: Path) -> None:
 
 
 def open_journal(folder: Folder) -> Journal | ObjectJournal:
-    """Open the journal in a folder for writing. Raises `InputError` if another run is writing there."""
+    """Return the journal in a folder, open for writing. Raises `InputError` if another run writes there."""
     return Journal(folder) if isinstance(folder, Path) else ObjectJournal(folder)
 
 

@@ -380,7 +380,7 @@ class PreparedRun:
 def prepare(
     request: Request, engine: Backend | None, *, running: bool, earlier: Earlier | None = None
 ) -> PreparedRun:
-    """Open and check everything, and plan. Nothing is written.
+    """Open and check everything, plan, and return a run that is ready to start. Nothing is written.
 
     - `engine`: the backend that the job runs on; None to plan for cuda without a device.
     - `running`: whether the job will run. If not, C may exist, and journals are ignored.

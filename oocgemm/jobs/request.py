@@ -60,7 +60,7 @@ class Destination:
 
     @classmethod
     def parse(cls, given: Any) -> "Destination":
-        """Classify what a caller passed as C. Raises `InputError` for a string that cannot be a path."""
+        """Return the destination for C as passed. Raises `InputError` for a string that cannot be a path."""
         given = stores.located("C", given)
         if given is None:
             return cls(PlaceKind.NEW)

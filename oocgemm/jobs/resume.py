@@ -242,7 +242,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
 
 
 def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
-    """Find finished tiles whose files are missing or have changed.
+    """Return the earlier run with its lost tiles: finished tiles whose files are missing or have changed.
 
     Raises `InputError` if there are any and beta != 0: without the old C they cannot be computed again.
     """

@@ -169,7 +169,7 @@ def imputed(matrix: Matrix, memory: int) -> Matrix:
 
 
 def opened(name: str, request: Request) -> Matrix:
-    """Open A of a request, with its missing genotypes replaced if the request asks for that."""
+    """Open and return A of a request, with missing genotypes replaced if the request asks for that."""
     matrix = stores.open_matrix(name, request.a.given, decode=request.decode)
     transform = request.a.transform
     replaces = isinstance(transform, Transform) and transform.missing is not None
