@@ -246,7 +246,10 @@ class RedoFiles:
         self._target, self._grid = target, grid
 
     def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
-        """Move a tile's redo files to where C is written, and commit it; return False if they are not visible yet."""
+        """Move a tile's redo files to where C is written, and commit the tile.
+
+        Return False if the files are not visible yet.
+        """
         blocks, matrix = self._grid.blocks(tile), self._target.matrix
         if redo_fingerprint(matrix, folder / REDO, blocks) != files:
             return False
