@@ -39,9 +39,9 @@ from oocgemm.stores.codecs import Codec, Fetched
 from oocgemm.stores.files import CachedBlock
 from oocgemm.timeline.spans import BusyTime
 
-# The maximum number of steps whose blocks the GPU copies from and to pinned arrays. If one
-# thread enqueues all operations, each takes 20 to 60 us. With the threads of a long run, each takes 200 us.
-# The run needs about 3 KB of memory per operation.
+# Maximum number of steps of a run in which one thread enqueues all operations, because the GPU copies all
+# blocks from and to pinned arrays. An operation then takes 20 to 60 us, and 200 us with the threads of a long
+# run. The limit bounds the memory for the operations, which need about 3 KB each.
 MAX_ENQUEUED_STEPS = 2048
 
 

@@ -98,7 +98,10 @@ class Given:
 
 
 def pack(value: Any) -> bytes:
-    """Return the content of a file with plain data, arrays, and values of this package's dataclasses."""
+    """Encode a value as bytes, the content of a file that `unpack` reads.
+
+    The value may contain plain data, arrays, enums, and dataclasses of this package.
+    """
     arrays: list[Array] = []
     text = json.dumps(_plain(value, arrays)).encode()
     file = io.BytesIO()
@@ -107,7 +110,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(path: str | Path) -> Any:
-    """Return the value that `pack` wrote to a file. Lists in it have become tuples.
+    """Return the value that `pack` encoded, from a file. Lists in it have become tuples.
 
     Raises `OSError` or `ValueError` for another file.
     """

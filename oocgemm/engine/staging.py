@@ -657,8 +657,8 @@ class Staging(Transfers):
             self.write(operation, columns)
             return
         slot = operation.writes[0].slot
-        # Prefaulting the slots for C would delay the first reads. So it starts after them, when a slot is
-        # filled for the second time.
+        # Prefaulting the slots for C would delay the first Reads. So it starts when a Read fills a slot for
+        # the second time.
         if slot in self._read_before:
             self.slots.start_prefault()
         self._read_before.add(slot)

@@ -51,7 +51,7 @@ _BOX = 128
 
 @lru_cache
 def split_options(dtype: str, k_major: bool, number: int) -> tuple[str, ...]:
-    """Return the options of ozaki_split.cu, which splits a matrix into residues for `number` moduli.
+    """Return the compiler options of ozaki_split.cu, which splits a matrix into residues for `number` moduli.
 
     If `k_major`, elements along k are contiguous in memory.
     """
@@ -67,7 +67,7 @@ def split_options(dtype: str, k_major: bool, number: int) -> tuple[str, ...]:
 
 @lru_cache
 def multiply_options(number: int) -> tuple[str, ...]:
-    """Return the options of ozaki_multiply.cu, which multiplies residues for `number` moduli."""
+    """Return the compiler options of ozaki_multiply.cu, which multiplies residues for `number` moduli."""
     return *_defined(MODULI=_listed(residues(number).moduli)), f"-DSTAGES={STAGES}", f"-DGROUP={GROUP}"
 
 
@@ -89,7 +89,7 @@ def planes_map(address: int, ld: int, rows: int, number: int, plane: int) -> Ten
 
 @lru_cache
 def combine_options(dtype: str, number: int) -> tuple[str, ...]:
-    """Return the options of ozaki_combine.cu, which computes C of this dtype from residues."""
+    """Return the compiler options of ozaki_combine.cu, which computes C of this dtype from residues."""
     found = residues(number)
     return _defined(
         STORED=C_TYPES[dtype],
@@ -128,9 +128,10 @@ class Elements(ctypes.Structure):
 
 @lru_cache
 def expand_options(stored: str, result: str, steps: tuple[ElementStep, ...], width: int) -> tuple[str, ...]:
-    """Return the options of expand.cu, which changes elements from dtype `stored` to `result` in steps.
+    """Return the compiler options of expand.cu, which applies `steps` to elements.
 
-    `width` is the number of elements that a thread loads together: 1 or `WIDTH`.
+    The steps change the dtype from `stored` to `result`. `width` is the number of elements that a thread
+    loads together: 1 or `WIDTH`.
     """
     # A logarithm takes many registers. If a thread computed two rows at once, registers would be spilled.
     unroll = 1 if any(step.kind == "log1p" for step in steps) else 2
@@ -155,7 +156,7 @@ def expand_grid(rows: int, cols: int, width: int) -> Grid:
 
 @lru_cache
 def measure_options(by_column: bool, steps: tuple[ElementStep, ...], width: int) -> tuple[str, ...]:
-    """Return the options of measure.cu, whose kernels find the numbers of steps whose source is the panel.
+    """Return the compiler options of measure.cu, which computes the numbers of steps from a panel.
 
     If `by_column`, indices along k are columns of the panel, rather than rows.
     """
@@ -184,7 +185,7 @@ def products_grid(rows: int, cols: int, width: int, *, by_column: bool) -> Grid:
 
 @lru_cache
 def moments_options(stored: str, steps: tuple[ElementStep, ...], code: float | None) -> tuple[str, ...]:
-    """Return the options of moments.cu.
+    """Return the compiler options of moments.cu.
 
     `steps` are applied to the elements first. `code` is the value that stands for a missing element, perhaps
     NaN; None if no element is missing.
@@ -199,7 +200,7 @@ def parts_of(rows: int, cols: int, axis: int) -> int:
 
 
 def moments_grid(rows: int, cols: int, axis: int) -> Grid:
-    """Return the grid of the kernels for the columns (`axis` 0) or rows (1) of a block."""
+    """Return the grid of the kernels in moments.cu for the columns (`axis` 0) or rows (1) of a block."""
     return ceil_div(cols, 256) if axis == 0 else ceil_div(rows, 8), parts_of(rows, cols, axis), 1
 
 
@@ -207,7 +208,10 @@ def moments_grid(rows: int, cols: int, axis: int) -> Grid:
 
 
 def finish_options(sums: str, result: str) -> tuple[str, ...]:
-    """Return the options of the kernels finish and int8_finish. `sums` and `result` are dtypes."""
+    """Return the compiler options of the kernels `finish` and `int8_finish`.
+
+    `sums` is the dtype of the accumulator, and `result` that of C.
+    """
     limit = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(result)
     more = {} if limit is None else {"MAX": f"{limit}.0"}
     return _defined(ACCUMULATED=C_TYPES[sums], STORED=C_TYPES[result], **more)
@@ -217,7 +221,7 @@ def finish_options(sums: str, result: str) -> tuple[str, ...]:
 
 # Maximum numbers of thread blocks along a row of the strip, and along its rows (CUDA allows 65535).
 _ACROSS, _DOWN = 64, 4096
-# Rows that a thread of the kernel chain changes at a time.
+# Rows that a thread of the kernel `chain` changes at a time.
 _GROUP = 4
 
 
@@ -234,7 +238,7 @@ class ChainNumbers(ctypes.Structure):
 
 
 def chain_options(problem: GemmProblem, result: str) -> tuple[str, ...]:
-    """Return the options of the kernel chain, whose result has the dtype `result`."""
+    """Return the compiler options of the kernel `chain`, whose result has the dtype `result`."""
     steps = "".join(f"OOC_STEP({step.kind},{number})" for number, step in enumerate(problem.epilogue))
     types = {"ACCUMULATED": C_TYPES[problem.acc_dtype], "STORED": C_TYPES[result]}
     return _defined(**types, CHAIN=steps, READS=int(problem.reads_c))
@@ -283,7 +287,7 @@ def _room(count: int) -> int:
 
 @lru_cache
 def topk_options(problem: GemmProblem) -> tuple[str, ...]:
-    """Return the options of the kernels topk and topk_columns."""
+    """Return the compiler options of the kernels `topk` and `topk_columns`."""
     return _selecting(problem, ROOM=_room(problem.sink.per_row))
 
 

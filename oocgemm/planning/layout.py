@@ -569,7 +569,7 @@ class InPlace(Route):
 
 @dataclass(frozen=True, slots=True)
 class Ringed(Route):
-    """Blocks go between an array in host memory or the page cache and a GPU through pinned buffers."""
+    """Blocks pass through the ring between a GPU and an array in host memory or the page cache."""
 
     streams = True
     rings = True
@@ -590,7 +590,7 @@ class Ringed(Route):
 
 @dataclass(frozen=True, slots=True)
 class Direct(Ringed):
-    """A GPU copies blocks from or to a pinned array, and those with short rows through the ring."""
+    """A GPU copies blocks directly from or to a pinned array, but blocks with short rows through the ring."""
 
     staged_ahead = False
 

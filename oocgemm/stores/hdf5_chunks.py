@@ -312,7 +312,11 @@ class HDF5Chunks:
         yield (columns[start], columns[-1] + 1), entries[start:]
 
     def _read_run(self, file: OpenFile, i: int, run: Run, lines: slice, cols: Range, band: Array) -> None:
-        """Read the rows `lines` of the chunks `run` in row `i` of the grid into `band`."""
+        """Read rows of the chunks of a run, which are in row `i` of the grid, into `band`.
+
+        `lines` are the rows to read, counted from the first row of a chunk. `cols` are the columns of the
+        matrix that `band` has.
+        """
         width = self.chunk[1]
         (first, last), entries = run
         if entries is None:

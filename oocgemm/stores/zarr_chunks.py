@@ -543,9 +543,10 @@ class _Batch:
             self._decompress = decompresser(encoding.compressor.codec_id)
 
     def add(self, at: int, part: Block, descriptor: int, offset: int, size: int) -> None:
-        """Add the stored bytes, or lines, of a chunk to the batch.
+        """Add a read to the batch: of all stored bytes of a chunk, or of the needed lines of a raw chunk.
 
-        They are `size` bytes at `offset` of the file of index `at`. `part` is the block needed of the chunk.
+        It reads `size` bytes at `offset` from the open file `descriptor`. If it fails, or the decoding fails,
+        `at`, the index of the file, is added to `failed`. `part` is the block that is needed of the chunk.
         """
         if size > self._memory.nbytes:
             self._failed.add(at)

@@ -47,15 +47,16 @@ _VANISHING = 1e300
 
 @dataclass(frozen=True, repr=False)
 class Relationships(Result):
-    """The `Result` of `grm`, with the numbers of variants.
+    """The `Result` of `grm`, with counts of variants.
 
     Attributes:
         variants: number of variants that the matrix was computed from.
         excluded: number of variants that were left out: all known genotypes are homozygous for the same
             allele, or none is known.
         elsewhere: number of variants that were left out, because they are on other chromosomes.
-        counts: with `pairwise`, the array with the number of variants that both individuals of a pair have.
-            It is stored as the matrix is. None if no genotype is missing.
+        counts: with `pairwise`, the array with the number of variants that are known for both individuals of
+            each pair. It is stored beside the matrix, or in memory as the matrix is. None if no genotype is
+            missing.
     """
 
     variants: int = 0
@@ -96,9 +97,9 @@ def grm(
         vanraden    sum of (x_j - 2 p) (x_k - 2 p), divided by the sum of 2 p (1 - p)
 
     A missing genotype is replaced by 2 p. In a .bed file, only the variants on the `chromosomes` are used, by
-    default the autosomes. Variants with
-    p = 0 or 1 and those without any known genotype are left out. The genotypes are read twice: the
-    frequencies come from `stats`, which caches them for files.
+    default the autosomes. Variants with p = 0 or 1 and those without any known genotype are left out. The
+    genotypes are read twice, the first time for the frequencies, with `stats`. If they are in files, `stats`
+    caches the frequencies for later calls.
 
     Args:
         x: the genotypes, individuals x variants: a PLINK 1 .bed file, or any real operand of `gemm`. It may
@@ -110,8 +111,9 @@ def grm(
 
     Returns:
         The `Relationships`, a `Result` with the number of variants. `out` of a .grm.bin file is a memory map
-            of the elements on and below the diagonal, row by row. With `dry_run`, the plans of the products:
-            with `pairwise`, first the plan for the numbers of variants. The genotypes are not read.
+            of the elements on and below the diagonal, row by row. With `dry_run`, a tuple with the plan of
+            the matrix. With `pairwise`, the plan that counts the variants known for both individuals of each
+            pair comes first. A dry run does not read the genotypes.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if an element
@@ -184,7 +186,7 @@ def _halves(count: int) -> Stats:
 
 
 def _bytes_stored(request: Request, individuals: int, *, counts: bool) -> int:
-    """Return the minimum number of bytes of the matrix and, with `counts`, of the numbers of variants."""
+    """Return the minimum number of bytes of the matrix and, with `counts`, of the counts of variants."""
     if request.compressor not in (None, "none"):
         return 0
     elements = individuals * (individuals + 1) // 2 if request.into.uplo != "full" else individuals**2
@@ -205,7 +207,7 @@ def _chosen(x: Any, axis: int, chromosomes: Chromosomes | None, extent: int) -> 
 
 
 def _counting(request: Request, stored: np.dtype[Any], used: Array, out: Any) -> Request:
-    """Return the request for the numbers of variants that both individuals of each pair have."""
+    """Return the request that counts the variants that are known for both individuals of each pair."""
     transform = request.a.transform
     assert transform is not None
     dtype = transform.result("X", stored).name
@@ -220,7 +222,7 @@ def _counting(request: Request, stored: np.dtype[Any], used: Array, out: Any) ->
 
 
 def _beside(out: Any) -> Any:
-    """Return the place of the numbers of variants for a place of the matrix: a path, or None in memory.
+    """Return the place of the counts of variants for a place of the matrix: a path, or None in memory.
 
     >>> _beside("a/x.zarr"), _beside("x.grm.bin")
     ('a/x.counts.zarr', 'x.grm.N.bin')
@@ -235,7 +237,7 @@ def _beside(out: Any) -> Any:
 
 
 def _place(counted: Result, request: Request) -> Any:
-    """Return the numbers of variants as an operand: their path, or the array."""
+    """Return the counts of variants as an operand: their path, or the array."""
     return _beside(request.c.path) if request.c.path else counted.out
 
 

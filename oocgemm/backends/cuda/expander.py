@@ -37,7 +37,10 @@ _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
 
 class Measurer:
-    """Measures the panels of one run. All launches, except those of `correct`, are on one stream."""
+    """Finds the means and scales of a transform in the panels of one run.
+
+    All launches, except those of `correct`, are on one stream.
+    """
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
         self._problem, self._kernels, self._address = plan.problem, kernels, address
@@ -65,7 +68,10 @@ class Measurer:
         return at + room.end
 
     def launches(self, op: Operation) -> list[cuda_calls.Launch]:
-        """Prepare the launches that measure the panel of a Prepare."""
+        """Prepare the launches that find the means and scales of the transform in the panel of a Prepare.
+
+        If the product is corrected, they find what `correct` needs instead: the weights and the products.
+        """
         return [cuda_calls.in_python(partial(self._measure, op, self._address(op.reads[0])))]
 
     def _measure(self, op: Operation, panel: int) -> None:
@@ -127,7 +133,10 @@ class Measurer:
 
 
 def stored_panel(op: Operation, role: str, operation: Op) -> Block:
-    """Return the rows and columns of the stored operand in a panel of a Prepare, in the role "A" or "B"."""
+    """Return the rows and columns of the stored operand that are in a panel of a Prepare.
+
+    `role` is "A" for the panel of op(A), and "B" for that of op(B).
+    """
     block = (op.m, op.k) if role == "A" else (op.k, op.n)
     return block[::-1] if operation.swaps else block
 
@@ -181,7 +190,7 @@ class Expander:
             self.measurer.check()
 
     def launches(self, op: Operation) -> list[cuda_calls.Launch]:
-        """Prepare the launches of a Prepare, which measure and transform its panels."""
+        """Prepare the launches of a Prepare: those of the `Measurer`, if there is one, and the transforms."""
         a, b = (self._address(region) for region in op.reads)
         to_a, to_b = self.panels(a, b, self._address(op.writes[0]))
         panels = {"A": (a, to_a)} | ({"B": (b, to_b)} if to_a != to_b else {})
@@ -193,7 +202,7 @@ class Expander:
         return expand if self.measurer is None else self.measurer.launches(op) + expand
 
     def _launch(self, role: str, op: Operation, source: int, result: int) -> None:
-        """Transform the panel of op(A) or op(B), the `role`, of a Prepare."""
+        """Transform one panel of a Prepare: that of op(A) if `role` is "A", that of op(B) if it is "B"."""
         operand = self._operands[role]
         ranges = stored_panel(op, role, operand.op)
         rows, cols = map(length, ranges)

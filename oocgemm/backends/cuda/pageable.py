@@ -449,7 +449,7 @@ class Direction:
             raise
 
     def _start(self, shape: RingShape, name: str) -> None:
-        """Create the lanes, and start the compiled threads, if there are any, or Python's."""
+        """Create the lanes and start their threads: compiled threads if possible, else Python threads."""
         size = BUFFERS * shape.piece
         with self._device:
             self._join = cupy.cuda.Stream(non_blocking=True)

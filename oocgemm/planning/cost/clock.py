@@ -36,7 +36,8 @@ MIN_COLLAPSED = 24
 # If times do not grow at constant rates after this many repetitions, the clock assumes that each of the
 # others takes as long as the last ones.
 MAX_REPETITIONS = 64
-# Maximum number of tiles of a square cover that are run. They are taken from the middle of a longer list.
+# Maximum number of tiles of a square cover that the clock runs. Of more tiles, it runs those in the middle of
+# their order, and extrapolates to all tiles.
 MAX_LISTED = 3000
 
 # How the panels of A and of B of a step are loaded: None for a panel that is in a device slot.

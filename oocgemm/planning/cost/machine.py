@@ -163,7 +163,7 @@ class MachineModel:
     storage_calibrated: bool = False
 
     def enqueued(self) -> "MachineModel":
-        """Return the model for runs whose operations one thread only enqueues on a GPU."""
+        """Return the model for runs in which one thread enqueues all operations on a GPU."""
         return replace(self, step_latency=min(self.step_latency, START))
 
     @property
@@ -304,12 +304,15 @@ def default_model(backend: str, cores: int, compiled: bool = False) -> MachineMo
 
 
 _FIELDS = {field.name for field in fields(MachineModel)}
-# Rates that `scaled` changes by the same factor, by the name that the caller gives.
+# Maps a name passed to `scaled` to all rates that its factor multiplies. Any other name stands for one rate.
 _TOGETHER = {"read": ("read", "read_scattered")}
 
 
 def scaled(model: MachineModel, factors: Mapping[str, float]) -> MachineModel:
-    """Return the model with rates multiplied by `factors`. That of "read" applies to scattered reads, too."""
+    """Return the model with rates multiplied by `factors`, which maps the names of rates to their factors.
+
+    The factor of "read" also applies to "read_scattered".
+    """
     kernels, changed = dict(model.kernels), dict[str, float]()
     for name, factor in factors.items():
         if name in _FIELDS:

@@ -213,8 +213,8 @@ Step = tuple[int, Placed, Placed]
 # `Placing.loads` drops all memoised results when they describe more slots than this. A result takes 200 to
 # 300 bytes per slot of the operand.
 MAX_MEMOISED_PANELS = 300_000
-# `Placing.loads` measures its own work in placements of panels in slots. To compare the contents of two
-# caches takes as long as one placement per SLOTS_PER_PLACEMENT slots, and counts as that many placements.
+# The unit of the work of `Placing.loads` is one placement of a panel in a slot. Comparing the contents of two
+# caches takes as long as one placement per SLOTS_PER_PLACEMENT slots, and counts as that many.
 SLOTS_PER_PLACEMENT = 4
 
 
@@ -511,7 +511,7 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand. Return the summed depths of uploaded, and of read, panels."""
+        """Place a tile's panels of one operand. Return two sums of depths: of uploaded and of read panels."""
         # Memoise the result only if that saves time. With large caches and few steps, comparing the contents
         # of caches takes longer than placing the tile's panels.
         memoised = panels.slots <= 4 * len(depths)

@@ -142,7 +142,7 @@ def _plans(setting: Setting, tile: TileShape | None) -> list[Plan]:
 
 
 def _shapes(setting: Setting) -> list[TileShape]:
-    """Return the tile shapes of the fastest shares of a device. Raises `BudgetError` if no share fits."""
+    """List tile shapes for the share of a device, fastest first. Raises `BudgetError` if no share fits."""
     found, refused = dict[TileShape, float](), None
     seconds = dict[tuple[int, int], float]()
 
@@ -195,7 +195,7 @@ def _extents(setting: Setting, down: int, across: int) -> tuple[int, int]:
 
 
 def _triangle_shapes(setting: Setting) -> list[TileShape]:
-    """Return square tile shapes in whole chunks, the most promising ones first, and the smallest one."""
+    """List square tile shapes in whole chunks of C: the most promising first, the smallest possible last."""
     least, n = smallest(setting, None).tile, setting.problem.m
     if not n:
         return [least]
