@@ -73,7 +73,7 @@ class Watch:
         start(self._thread)
 
     def end(self) -> bool:
-        """End the thread. Return False if the process is about to exit."""
+        """End the thread. Return False if the thread is ending the process already."""
         os.close(self._end)
         while self._thread.is_alive() and not self._fired:
             self._thread.join(0.01)

@@ -156,7 +156,7 @@ def expand_grid(rows: int, cols: int, width: int) -> Grid:
 
 @lru_cache
 def measure_options(by_column: bool, steps: tuple[ElementStep, ...], width: int) -> tuple[str, ...]:
-    """Return the compiler options of measure.cu, which computes the numbers of steps from a panel.
+    """Return the compiler options of measure.cu, which computes numbers for element steps, such as means.
 
     If `by_column`, indices along k are columns of the panel, rather than rows.
     """

@@ -140,7 +140,7 @@ class Setting:
 
     @cached_property
     def enqueues(self) -> bool:
-        """Whether a thread only enqueues operations: all arrays are pinned, none is emulated or checked."""
+        """Whether one thread enqueues all operations: arrays are pinned, C is not emulated or checked."""
         layouts = self.layouts.a, self.layouts.b, self.layouts.c
         return all(x.pinned for x in layouts) and not (self.problem.checked or self.problem.planes)
 

@@ -317,7 +317,10 @@ class DtypeError(InputError):
 def checked(
     name: str, shape: tuple[int, ...], dtype: np.dtype[Any], declared: Any = None
 ) -> tuple[tuple[int, int], np.dtype[Any]]:
-    """Return the shape and the native dtype of an operand. Raises `InputError` or `DtypeError`."""
+    """Return the shape of an operand, and its dtype in native byte order.
+
+    Raises `InputError` if the operand is not a matrix, and `DtypeError` if its dtype is not supported.
+    """
     if len(shape) < 2 and dtype.kind in "OSUmM":
         raise InputError(f"{name} is not an array of numbers: pass an array with two dimensions, or a path")
     if len(shape) != 2:

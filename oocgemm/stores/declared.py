@@ -202,7 +202,7 @@ def check_unpacked(matrix: Matrix) -> None:
 
 
 def refuse_packed(place: str, found: Declared) -> None:
-    """Raise `InputError` if `found` declares that the numbers of the array at `place` are packed."""
+    """Raise `InputError` if `found`, the attributes of the array at `place`, say that it is packed."""
     for attribute, value, neutral in (("scale_factor", found.scale, 1), ("add_offset", found.offset, 0)):
         if value != neutral:
             raise InputError(

@@ -25,7 +25,7 @@ from oocgemm.stores.transform import Transform
 SLAB = 1 << 18
 # Bytes of the temporary arrays for one slab: the elements in float64, and masks of missing elements.
 SLAB_BYTES = SLAB * 10
-# The dtype of standardized elements, for each dtype in storage that is not kept.
+# The dtype of standardized elements, by the dtype in storage. Other dtypes stay as they are.
 RESULTS = dict.fromkeys(("float16", "bfloat16", "int8", "int32", "int64"), "float32")
 # Dtypes in storage whose elements are first converted to float64, then cast.
 _BY_FLOAT64 = ("int32", "int64")

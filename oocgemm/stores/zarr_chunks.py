@@ -578,7 +578,7 @@ class _Batch:
             return [-1]
 
     def _decoded(self, place: int, size: int, part: Block) -> bool:
-        """Decode the `size` bytes at the address `place` into the block `part`. Return whether it worked."""
+        """Decode the `size` bytes at the address `place` into the block `part`. Return False on failure."""
         encoding, shape = self._chunks.encoding, self._chunks.chunk
         wanted, target = inside(part, self._chunks.chunk), view(self._out, self._block, part)
         if self._decompress is not None:

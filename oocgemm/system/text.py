@@ -10,8 +10,8 @@ import re
 
 # Line breaks and tabs become spaces.
 _BREAKS = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029")
-# C0, DEL and C1; C1 as bytes that Python could not decode; characters that reverse or hide the text that
-# follows.
+# The control characters C0, DEL and C1; the surrogates for bytes of C1 that Python could not decode; and
+# characters that reverse or hide the text after them.
 _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\udc80-\udc9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]"
 )

@@ -61,7 +61,7 @@ Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
 def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
-    """Record two events around launches. Return the host time that `recording_around` describes."""
+    """Make launches between two events. Return the host time, in nanoseconds, of the first launch."""
     return recording_around(launches, start, end, stream)()
 
 

@@ -27,9 +27,8 @@ Sizes = Mapping[str, int]  # bytes, by the option that they belong to
 MAX_SLOWER = 2.0
 # The sizes that an error names are at most this many times as large as the least such sizes.
 CLOSE = 1.03
-# Plenty of memory: this many times the memory of the smallest plan, so that many threads can decode chunks,
-# plus twice the bytes that cross all links at least. It is at most LARGEST, so that it can be written as a
-# size.
+# Budgets that no plan needs: PLENTY times the memory of the smallest plan, so that many threads can decode
+# chunks, plus twice the minimum of bytes that cross all links; at most LARGEST, which is still a valid size.
 PLENTY, LARGEST = 64, 1 << 62
 
 

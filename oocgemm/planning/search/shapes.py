@@ -57,8 +57,8 @@ STARTS, MIN_GAIN = 3, 0.002
 ALIKE = 0.04
 # A shape is hopeless if its multiplications alone take this many times as long as the least estimate.
 HOPELESS = 1.3
-# This part of the time that a run would take if nothing overlapped is added to estimates. Without it, many
-# shapes would have equal estimates if one resource limits all of them, such as the host's copies.
+# Estimates include this part of the time that a run would take if nothing overlapped. Without it, shapes that
+# the same resource limits, such as the host's copies, would have equal estimates.
 SERIAL = 0.05
 # Operations per step, and per strip without and with a Finish; and the part of the host budget that caches
 # panels. Bytes of thin strips of C, and host slots per operand, as `slot_counts` chooses them.
