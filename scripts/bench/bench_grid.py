@@ -3,23 +3,27 @@
 
 The bound of a product is the longest of: its time in core with the operands on the device, and all its bytes
 once over each link at the rate that the link reached in this run (`grid_cases.bounds`). `scheduled` is the
-time that the best plan would take at these rates (`grid_schedule.py`). T is the wall time of
-`oocgemm.gemm` into an existing C, or into a file. Contenders are a double-buffered loop (`grid_loop.py`) and
-CuPy in core, where the product fits; on the CPU a loop over slices and NumPy in core, which for stored
-operands reads, multiplies and writes. C in a file is synced to the disk by all of them. Rows of each result
-are checked.
+time that the best plan would take at these rates (`grid_schedule.py`). T is the wall time of `oocgemm.gemm`
+into an existing C, or into a file. Contenders are a double-buffered loop (`grid_loop.py`) and CuPy in core,
+where the product fits; on the CPU a loop over slices and NumPy in core, which for stored operands reads,
+multiplies and writes. C in a file is synced to the disk by all of them. Rows of each result are checked.
+
+With --kind probe, other products run without contenders, against a simpler bound (`grid_cases.probe_bound`).
+Where their time goes is printed (`grid_where.py`).
 
 The first call of each contender is not counted; for oocgemm it is in the results as `first`. A contender that
-takes long runs once. Results are written to --output after each product, under a key for the device. With
---add, products that are there are not measured again: so a grid can be spread over several calls.
+takes long runs once. oocgemm runs up to `MAX_REPEATS` times if its samples differ much. Results are written
+to --output after each product, under a key for the device. With --add, products that are there are not
+measured again: so a grid can be spread over several calls.
 """
 
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
 
 import click
@@ -32,12 +36,15 @@ from grid_cases import (
     HOST,
     IN_MEMORY,
     PINNED,
+    PROBE,
     SMALL,
     Case,
     bounds,
     budget_bytes,
     chosen,
+    copies_bound,
     loop_tile,
+    probe_bound,
     rows,
     spread,
     summary,
@@ -57,6 +64,7 @@ from grid_runs import (
     timed,
 )
 from grid_schedule import scheduled
+from grid_where import HEADER, line, where
 from keeping import here
 
 import oocgemm
@@ -64,6 +72,8 @@ from oocgemm.planning.units import parse_size
 
 CONTENDER_SECONDS = 1.2  # a contender other than oocgemm stops once its calls took this long together
 OWN_SECONDS = 1.5  # oocgemm runs at least twice, and no more once its calls took this long together
+# With at most MAX_REPEATS samples, whose spread (largest less smallest, by median) is above WIDE_SPREAD.
+MAX_REPEATS, WIDE_SPREAD = 7, 0.1
 IN_CORE_BYTES = 4 << 30  # CuPy copies larger pageable arrays for many seconds, and is never the fastest
 LINK_BYTES = 2 << 30  # copied for each sample of the rate of a link
 COMMAND_SIZES = (2048, 16384)
@@ -88,6 +98,15 @@ class Bench:
     def on_gpu(self) -> bool:
         return self.backend == "cuda"
 
+    def measure_links(self, folder: Path, size: int, stored: bool) -> dict[str, Any]:
+        """Measure the rates of the links, and print them."""
+        self.rates = grid_ceilings.links(folder, size, True, stored)
+        free_memory()
+        alone = {name: rate for name, rate in self.rates.items() if isinstance(rate, float)}
+        for name, rates in ("links", alone), ("the ring", self.rates["threads"]["ring"]):
+            print(f"GB/s of {name}: { {x: _rounded(rate) for x, rate in rates.items()} }")
+        return self.rates
+
     def measure(self, case: Case) -> dict[str, Any]:
         """Measure one product."""
         a, b, c = self.operands.make(case)
@@ -110,6 +129,7 @@ class Bench:
             found["bound_by"] = max(found["bounds"], key=found["bounds"].__getitem__)
             found["bound"] = found["bounds"][found["bound_by"]]
             found["scheduled"] = scheduled(case, rates, found.get("compute_seconds"))
+            found["probe_bound"] = probe_bound(case, rates, found.get("compute_seconds"))
         return found
 
     def _bound_of_kernel(self, case: Case, found: dict[str, Any]) -> None:
@@ -117,7 +137,7 @@ class Bench:
         if key not in self._kernels:
             free_memory()
             try:
-                self._kernels[key] = grid_ceilings.kernel_seconds(case)
+                self._kernels[key] = grid_ceilings.kernel_seconds(case, copies_bound(case, self.rates))
             except Exception as error:  # the bound is then that of the links
                 found["compute_error"] = repr(error)
                 self._kernels[key] = None
@@ -137,9 +157,10 @@ class Bench:
         def call() -> Any:
             return oocgemm.gemm(left, right, str(place) if paths else c, **options)
 
-        samples: list[float] = []
-        for repeat in range(self.repeats + 1):
-            if self.on_gpu and len(samples) > 1 and sum(samples) > OWN_SECONDS:
+        samples, wheres = list[float](), list[dict[str, Any]]()
+        for repeat in range(max(self.repeats, MAX_REPEATS) + 1):
+            enough = repeat > self.repeats and not differ(samples)
+            if enough or (self.on_gpu and len(samples) > 1 and sum(samples) > OWN_SECONDS):
                 break
             # The first one after a pause is slower, so that the trees take turns at being first.
             for tree in self.trees[:: -1 if repeat % 2 else 1]:
@@ -151,6 +172,7 @@ class Bench:
                 samples = found["samples"].get(THIS_TREE, [])
             elif repeat:
                 samples.append(seconds)
+                wheres += [where(result.timeline)] if self.on_gpu else []
             else:
                 found["first"] = seconds
                 found["right"]["oocgemm"] = is_right(case, read_array(place) if paths else c)
@@ -165,6 +187,8 @@ class Bench:
         found["samples"]["oocgemm"] = samples
         found["T"] = spread(samples)
         found["exposed"] = result.report.exposed
+        if wheres:  # of the run whose time is the median
+            found["where"] = wheres[sorted(range(len(samples)), key=samples.__getitem__)[len(samples) // 2]]
         release()
         for tree in self.trees:
             tree.release()
@@ -260,6 +284,11 @@ class Bench:
         return product, out
 
 
+def differ(samples: Sequence[float]) -> bool:
+    """Return whether samples differ so much that more of them are needed."""
+    return not samples or max(samples) - min(samples) > WIDE_SPREAD * median(samples)
+
+
 def write(output: Path | None, key: str, found: dict[str, Any]) -> None:
     """Replace a key of the results file; others are kept. The file is whole at any time."""
     if output is None:
@@ -297,10 +326,10 @@ def device_name(backend: str) -> str:
 @click.option("--backend", type=click.Choice(["cuda", "host"]), default="cuda", show_default=True)
 @click.option(
     "--kind",
-    type=click.Choice(["grid", "small"]),
+    type=click.Choice(["grid", "small", "probe"]),
     default="grid",
     show_default=True,
-    help="small: calls with small arrays, beside CuPy.",
+    help="small: calls with small arrays, beside CuPy. probe: 18 products that are not in the grid.",
 )
 @click.option("--only", default="", help="Only products whose names contain this, such as 'float64 pinned'.")
 @click.option("--repeats", default=3, show_default=True)
@@ -349,21 +378,19 @@ def main(
             write(output, key, here() | found)
             print_commands(found)
             return
-        all_cases = SMALL if kind == "small" else CUDA if backend == "cuda" else HOST
+        all_cases = {"small": SMALL, "probe": PROBE}.get(kind, CUDA if backend == "cuda" else HOST)
         cases = [shrunk(case, shrink) for case in chosen(all_cases, only, large)]
         here_too = {THIS_TREE: Path(__file__).parents[2], OTHER_TREE: compare.absolute()} if compare else {}
         trees = tuple(Tree(name, tree, backend) for name, tree in here_too.items())
-        bench = Bench(backend, folder, repeats, skip_loop, trees)
+        bench = Bench(backend, folder, repeats, skip_loop or kind == "probe", trees)
         result: dict[str, Any] = here() | {"cases": kept_cases(output, key) if add else {}}
         cases = [case for case in cases if "samples" not in result["cases"].get(case.name, {})]
-        if kind == "grid" and backend == "cuda":
+        if kind != "small" and backend == "cuda":
             stored = any(case.source not in IN_MEMORY for case in cases)
-            bench.rates = result["links"] = grid_ceilings.links(
-                folder, LINK_BYTES if shrink == 1 else LINK_BYTES >> 5, True, stored
-            )
-            free_memory()
-            shown = {name: f"{x / 1e9:.1f}" for name, x in bench.rates.items() if isinstance(x, float)}
-            print(f"GB/s: {shown} ({time.perf_counter() - started:.1f} s)", flush=True)
+            result["links"] = bench.measure_links(folder, LINK_BYTES >> (0 if shrink == 1 else 5), stored)
+            print(f"after {time.perf_counter() - started:.1f} s", flush=True)
+        if kind == "probe":
+            print(f"{'product':42} {HEADER}")
         done = result["cases"]
         for number, case in enumerate(cases):
             if limit is not None and time.perf_counter() - started > limit:
@@ -381,18 +408,44 @@ def main(
             spent = done[case.name]["spent_seconds"] = time.perf_counter() - before
             result["summary"] = summary(done)
             write(output, key, result)
-            print(f"{[*rows({case.name: done[case.name]})][1]}  ({spent:.1f} s)", flush=True)
+            if kind != "probe":
+                print(f"{[*rows({case.name: done[case.name]})][1]}  ({spent:.1f} s)", flush=True)
+            else:
+                print(probe_line(case.name, done[case.name]), flush=True)
         for tree in trees:
             tree.close()
     print()
-    for line in rows(done):
-        print(line)
+    for text in rows(done) if kind != "probe" else probe_means(done):
+        print(text)
     for name in result.get("not_run", ()):
         print(f"{name} not run: --limit {limit:g}")
     for what, value in result.get("summary", {}).items():
         lines = value if isinstance(value, list) and what in ("slower", "wrong", "failed") else [value]
-        for line in lines:
-            print(f"{what}: {line}")
+        for each in lines:
+            print(f"{what}: {each}")
+
+
+def _rounded(rates: float | Sequence[float]) -> list[float]:
+    return [round(rate / 1e9, 1) for rate in ([rates] if isinstance(rates, float) else rates)]
+
+
+def probe_line(name: str, one: dict[str, Any]) -> str:
+    """Return a line of the table of `PROBE`: times, ratios, and where the time goes."""
+    if "where" not in one:
+        return f"{name:42} {one.get('error')}"
+    t, first = median(one["samples"]["oocgemm"]), one["first"]
+    numbers = line(t, one["probe_bound"], one["bound"], one.get("scheduled"), one["where"])
+    wrong = "" if all(one["right"].values()) else "  WRONG"
+    return f"{name:42} {numbers} first {1e3 * first:6.0f}  {one['plan']['tile']}{wrong}"
+
+
+def probe_means(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the geometric means of the ratios by source."""
+    for source in IN_MEMORY:
+        some = [one for one in cases.values() if one["case"]["source"] == source and "where" in one]
+        for name in ("probe_bound", "bound", "scheduled") if some else ():
+            ratios = [one[name] / median(one["samples"]["oocgemm"]) for one in some if one.get(name)]
+            yield f"{source}: geometric mean of {name} / T {geometric_mean(ratios):.3f} of {len(ratios)}"
 
 
 def shrunk(case: Case, factor: int) -> Case:

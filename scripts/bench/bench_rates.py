@@ -87,7 +87,8 @@ def calibrated(backend: str, folder: Path, work: Path, small: bool) -> dict[str,
     with rates_of("measured", folder):
         cache.save(found)
     free_memory()
-    links = grid_ceilings.links(work, LINK_BYTES >> (5 if small else 0), backend == "cuda", True)
+    size = LINK_BYTES >> (5 if small else 0)
+    links = grid_ceilings.links(work, size, backend == "cuda", True) | {"stage": grid_ceilings.staged(size)}
     free_memory()
     (storage,) = found.stores.values()
     rates = dict(found.rates) | {"read": storage.read, "write": storage.write}

@@ -4,7 +4,7 @@ Everything here is computed from numbers alone.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 from typing import Any
@@ -25,6 +25,7 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+MODES = "h2d", "d2h", "h2d_both", "d2h_both"  # names of the rates of a link: each way alone, and both at once
 TINY_SECONDS = 0.001  # products whose bound is below this are calls: --kind small compares them with CuPy
 BIG_SECONDS = 0.1  # products whose bound is above this are compared with the target for each product
 
@@ -154,6 +155,37 @@ SMALL = tuple(
 )
 
 
+def _probe() -> Iterator[Case]:
+    """Yield products that are not in the grid: half pageable, half pinned."""
+    for m, k, n, dtype in (
+        (2000, 2000, 200000, "float64"),  # those with the largest arrays first, so that few buffers are made
+        (1000000, 300, 300, "float64"),
+        (3000, 300000, 3000, "bfloat16"),
+        (400000, 1024, 1024, "float32"),
+        (10000, 10000, 10000, "float64"),
+        (6000, 20000, 6000, "complex64"),
+        (12000, 12000, 12000, "float32"),
+        (30000, 5000, 5000, "int8"),
+        (3000, 3000, 3000, "float64"),
+    ):
+        yield Case(m, k, n, dtype, PAGEABLE)
+    for m, k, n, dtype in (
+        (2000, 400000, 2000, "float32"),
+        (40000, 10000, 40, "float64"),
+        (2500, 2500, 150000, "float64"),
+        (300000, 1500, 1500, "float32"),
+        (8000, 120000, 8000, "int8"),
+        (10000, 10000, 10000, "float64"),
+        (14000, 14000, 14000, "float32"),
+        (15000, 15000, 15000, "bfloat16"),
+        (3000, 3000, 3000, "float64"),
+    ):
+        yield Case(m, k, n, dtype, PINNED)
+
+
+PROBE = tuple(_probe())
+
+
 def chosen(cases: Sequence[Case], only: str = "", large: bool = False) -> list[Case]:
     """Return the cases whose names contain `only`; those for --large only if `large` is set."""
     return [case for case in cases if only in case.name and (large or not case.large)]
@@ -197,24 +229,21 @@ def bounds(case: Case, rates: dict[str, Any], compute: float | None = None) -> d
     Args:
         case: the product.
         rates: bytes per second of the links, as `grid_ceilings` measures them. `h2d` and `d2h`: copies from
-            and to pinned memory. `stage` and `unstage`: copies of pageable memory to pinned memory and back.
-            `staged_h2d`, `staged_d2h`, `page_h2d`: copies between the device and pageable memory, and from
-            the page cache to the device. `page_read`: the page cache. `disk_read`, `disk_write`: the disk.
+            and to pinned memory, alone; `h2d_both` and `d2h_both`: both at once. The same with `staged_`:
+            copies from and to pageable memory. `page_h2d`: from the page cache to the device, or `page_read`
+            to memory. `disk_read`, `disk_write`: the disk.
         compute: seconds of the product in core, operands on the device; None if they are not known.
 
-    >>> case = Case(1000, 1000, 1000, "float64", "pageable")
-    >>> bounds(case, {"h2d": 16e9, "d2h": 8e9, "stage": 8e9, "unstage": 4e9}, 0.0005)
-    {'compute': 0.0005, 'h2d': 0.001, 'd2h': 0.001, 'staging': 0.004}
+    >>> case = Case(1000, 1000, 1000, "float64", "pinned")
+    >>> rates = {"h2d": 16e9, "d2h": 8e9, "h2d_both": 8e9, "d2h_both": 8e9}
+    >>> bounds(case, rates, 0.0005)
+    {'compute': 0.0005, 'copies': 0.0015}
     """
     up, down, found = case.operand_bytes, case.c_bytes, {}
     if compute is not None:
         found["compute"] = compute
     if "h2d" in rates:
-        found |= {"h2d": up / rates["h2d"], "d2h": down / rates["d2h"]}
-    if case.source == PAGEABLE and "stage" in rates:
-        found["staging"] = up / rate_at("stage", up, rates) + down / rate_at("unstage", down, rates)
-    if case.source == PAGEABLE and "staged_h2d" in rates:
-        found |= {"h2d": up / rates["staged_h2d"], "d2h": down / rates["staged_d2h"]}
+        found["copies"] = copies_bound(case, rates)
     if case.source not in IN_MEMORY:
         found["disk write"] = down / rates["disk_write"]  # direct I/O needs no page cache for C
         if case.source in COLD:
@@ -224,15 +253,48 @@ def bounds(case: Case, rates: dict[str, Any], compute: float | None = None) -> d
     return found
 
 
-def rate_at(name: str, size: int, rates: dict[str, Any]) -> float:
-    """Return the rate of a link for `size` bytes: that of the least measured size that is as large.
+def copies_bound(case: Case, rates: Mapping[str, Any]) -> float:
+    """Return the least seconds in which all bytes of A, B and C cross the link of the device."""
+    up, down = case.operand_bytes, case.c_bytes
+    staged = case.source == PAGEABLE
+    of = staged_rates(max(up, down), rates) if staged else {name: rates[name] for name in MODES}
+    return copying_seconds(up, down, of)
 
-    >>> rate_at("stage", 5, {"stage": 40.0, "stage_small": {"4": 10.0, "8": 20.0}})
-    20.0
+
+def copying_seconds(up: float, down: float, rates: Mapping[str, float]) -> float:
+    """Return the least seconds in which `up` and `down` bytes cross a link with the rates of `MODES`.
+
+    A schedule copies up alone for x seconds, down alone for y, and both ways for z. The least x + y + z with
+    ``h2d x + h2d_both z >= up`` and ``d2h y + d2h_both z >= down`` is piecewise linear in z, and convex. So
+    it is at z = 0, or where one of the directions is done.
+
+    >>> copying_seconds(100, 40, {"h2d": 10, "d2h": 10, "h2d_both": 8, "d2h_both": 8})
+    11.0
     """
-    small = {int(few): float(rate) for few, rate in rates.get(f"{name}_small", {}).items()}
-    enough = [few for few in small if few >= size]
-    return small[min(enough)] if enough else float(rates[name])
+
+    def total(both: float) -> float:
+        rest_up, rest_down = up - rates["h2d_both"] * both, down - rates["d2h_both"] * both
+        return both + max(0.0, rest_up) / rates["h2d"] + max(0.0, rest_down) / rates["d2h"]
+
+    return min(map(total, (0.0, up / rates["h2d_both"], down / rates["d2h_both"])))
+
+
+def staged_rates(size: int, rates: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rates of `MODES` for arrays of `size` bytes: those of the least measured size that has room.
+
+    >>> modes = dict.fromkeys(("staged_h2d", "staged_d2h", "staged_h2d_both", "staged_d2h_both"), 40.0)
+    >>> small = {name: 10.0 for name in modes}
+    >>> staged_rates(5, modes | {"staged_small": {"8": small}})["h2d"], staged_rates(9, modes)["h2d"]
+    (10.0, 40.0)
+    """
+    small = {int(few): of for few, of in rates.get("staged_small", {}).items() if int(few) >= size}
+    of = small[min(small)] if small else rates
+    return {name: of[f"staged_{name}"] for name in MODES}
+
+
+def probe_bound(case: Case, rates: Mapping[str, float], compute: float | None) -> float:
+    """Return the bound of a product of `PROBE`: its kernel, or its bytes over the link of pinned memory."""
+    return max(compute or 0.0, case.operand_bytes / rates["h2d"], case.c_bytes / rates["d2h"])
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:

@@ -11,82 +11,56 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grid_cases import Case
+from grid_cases import ITEM_BYTES, Case
 from grid_data import block
 from grid_loop import DOWN, UP, multiplier
-from grid_piped import Copy, piped, piped_both
+from grid_piped import piped
+from grid_runs import free_memory
 
 from oocgemm.system.installed import compiled
 
 PIECE = 16 << 20
 THREADS = (1, 4, 8, 12, 16)
-# Smaller arrays are staged more slowly, since threads must start and end. These are bytes of such arrays.
-SMALL_STAGES = (16 << 20, 64 << 20, 256 << 20)
-MIN_STAGED = 1 << 20  # bytes that one thread copies at a time
 DEPTHS = (4, 8, 16, 32)  # of reads past the page cache
-CUBE = 8192  # side of the product whose rate stands for products that do not fit on the device
-KERNEL_SECONDS = 0.2
+CUBE, PIECE_EXTENT = 8192, 4096  # extents of pieces whose products are timed
+KERNEL_SECONDS = 0.1
+# Extents (m, k, n) of steps of emulated products. A piece of fewer rows or columns is prepared more often.
+EMULATED = (16384, 8192, 16384), (16384, 16384, 16384), (16384, 4096, 16384)
 PARTS = 16  # copies per direction when the rates of the link are measured
 
 
 def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]:
     """Return the rates of all links; `size` bytes are copied for each sample.
 
-    Keys: `h2d`, `d2h`, each alone, `h2d_both`, `d2h_both` at once; `stage`, `unstage`: between pageable and
-    pinned memory, by NumPy or by compiled code; `stage_small`, `unstage_small`: the same for fewer bytes, by
-    bytes; `page_read`: from the page cache to pinned memory; `disk_write`: to the disk, synced;
-    `staged_h2d`, `staged_d2h`, `page_h2d`: from pageable memory to the device, back, and from the page cache
-    to the device; `staged_h2d_both`, `staged_d2h_both`: the first two at once. `threads` holds every sample.
+    Keys: `h2d`, `d2h`, each alone, `h2d_both`, `d2h_both` at once; those of `piped`, for pageable memory and
+    files in the page cache; `page_read`: from the page cache to pinned memory; `disk_write`: to the disk,
+    synced. `threads` holds every sample.
     """
     memory: Any = _pinned(size) if on_gpu else np.frombuffer(mmap.mmap(-1, size), np.uint8)
-    pageable = np.ones(2 * size, np.uint8)
     found: dict[str, Any] = _pcie(memory) if on_gpu else {}
     threads: dict[str, dict[Any, Any]] = {}
     pieces, half = range(0, size, PIECE), range(0, size // 2, PIECE)
-
-    def sweep(
-        name: str, work: Callable[[int], object], numbers: Iterable[int], total: int, how: str = ""
-    ) -> None:
-        rates = threads[name + how] = {number: total / _best(work, number) for number in numbers}
-        found[name] = max(found.get(name, 0.0), *rates.values())
-
-    def stage(copy: Copy, back: bool, number: int) -> None:
-        def work(at: int) -> None:
-            here = pageable[at : at + PIECE], memory[at % size : at % size + PIECE]
-            copy(*(here if back else here[::-1]))
-
-        _parallel(work, range(0, 2 * size, PIECE), number)
-
-    for how, copy in copies().items():
-        sweep("stage", partial(stage, copy, False), THREADS, 2 * size, how)
-        sweep("unstage", partial(stage, copy, True), THREADS, 2 * size, how)
-    fitting = [few for few in SMALL_STAGES if few <= size]
-    for name, back in (("stage_small", False), ("unstage_small", True)):
-        found[name] = {few: few / _stage_seconds(pageable, memory, few, back) for few in fitting}
     path = folder / "ceiling.bin"
+
+    def transfer(number: int, reading: bool) -> None:
+        descriptor = os.open(path, os.O_RDONLY if reading else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        call = os.preadv if reading else os.pwritev
+        _parallel(lambda at: call(descriptor, [memory[at : at + PIECE]], at), pieces, number)
+        os.close(descriptor)
+
     if stored:
-
-        def transfer(number: int, reading: bool) -> None:
-            descriptor = os.open(path, os.O_RDONLY if reading else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            call = os.preadv if reading else os.pwritev
-            _parallel(lambda at: call(descriptor, [memory[at : at + PIECE]], at), pieces, number)
-            os.close(descriptor)
-
         transfer(4, False)
-        sweep("page_read", lambda number: transfer(number, True), THREADS, size)
+        rates = threads["page_read"] = {
+            number: size / _best(lambda number: transfer(number, True), number) for number in THREADS
+        }
+        found["page_read"] = max(rates.values())
     if on_gpu:
-        paths = piped(pageable[:size], copies(), path if stored else None)
-        threads |= paths
-        found |= {name: max(rates.values()) for name, rates in paths.items()}
-        alone = found["staged_h2d"], found["staged_d2h"]
-        *_, copy = copies().values()  # the compiled one, if there is one
-        threads["staged_both"] = ways = piped_both(pageable, copy, alone)
-        found["staged_h2d_both"], found["staged_d2h_both"] = max(ways.values(), key=sum)
+        rates, samples = piped(np.ones(2 * size, np.uint8), path if stored else None)
+        found, threads = found | rates, threads | samples
     if stored:
         path.unlink()
         ways = {"page cache": 0, "direct": os.O_DIRECT, "direct, in place": os.O_DIRECT}
@@ -103,34 +77,21 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
     return found | {"threads": threads}
 
 
-def _stage_seconds(pageable: Any, memory: Any, size: int, back: bool) -> float:
-    """Return the least seconds of copying `size` bytes once, by threads that wait for the work already."""
+def staged(size: int) -> float:
+    """Return the fastest rate at which threads of compiled code copy `size` bytes between two arrays."""
+    library, (to, source) = compiled(), (np.ones(size, np.uint8) for _ in range(2))
+    assert library is not None
+    rows = library.ooc_copy_rows
+    rows.restype, rows.argtypes = None, [ctypes.c_void_p, ctypes.c_ssize_t] * 2 + [ctypes.c_size_t] * 2
 
-    def timed(copy: Copy, threads: int) -> float:
-        piece = max(MIN_STAGED, size // threads)
+    def copy(at: int) -> None:
+        few = min(PIECE, size - at)
+        rows(to.ctypes.data + at, few, source.ctypes.data + at, few, few, 1)
 
-        def work(at: int) -> None:
-            here = pageable[at : min(at + piece, size)], memory[at : min(at + piece, size)]
-            copy(*(here if back else here[::-1]))
-
-        with ThreadPoolExecutor(threads) as pool:
-            return _best(lambda _: list(pool.map(work, range(0, size, piece))), 0, repeats=8)
-
-    return min(timed(copy, threads) for copy in copies().values() for threads in THREADS)
-
-
-def copies() -> dict[str, Copy]:
-    """Return the functions that copy bytes, by name: NumPy's, and oocgemm's compiled one, if there is one."""
-    found: dict[str, Copy] = {"": np.copyto}
-    if (library := compiled()) is not None:
-        rows = library.ooc_copy_rows
-        rows.restype, rows.argtypes = None, [ctypes.c_void_p, ctypes.c_ssize_t] * 2 + [ctypes.c_size_t] * 2
-
-        def copy(to: Any, source: Any) -> None:
-            rows(to.ctypes.data, to.nbytes, source.ctypes.data, source.nbytes, source.nbytes, 1)
-
-        found[" compiled"] = copy
-    return found
+    return max(
+        size / _best(lambda number: _parallel(copy, range(0, size, PIECE), number), number)
+        for number in THREADS
+    )
 
 
 def disk_read(files: list[Path]) -> float:
@@ -203,25 +164,70 @@ def _pcie(memory: Any) -> dict[str, float]:
     return {"h2d": up, "d2h": down, "h2d_both": up_both, "d2h_both": down_both}
 
 
-def kernel_seconds(case: Case) -> tuple[float, str] | None:
+def kernel_seconds(case: Case, copies: float = 0.0) -> tuple[float, str] | None:
     """Return the seconds of the product in core, and which product was timed; None if that fails.
 
-    That is the case's own product where it fits on the device, else the cube of side `CUBE`, scaled.
+    That is the fastest of the case's own product as a whole, where it fits on the device, and of products of
+    pieces of it, scaled. Prepare is included: for int8, B is copied so that it is contiguous along k. Pieces
+    are not timed if the whole takes less than half of the `copies`, whose seconds are then the bound.
     """
     import cupy
 
     if case.compute == "emulated":
         return _emulated_seconds(case)
-    free = cupy.cuda.runtime.memGetInfo()[0]
-    own = (case.operand_bytes + case.c_bytes) * 1.2 < free
-    m, k, n = (case.m, case.k, case.n) if own else (CUBE,) * 3
-    with suppress(cupy.cuda.memory.OutOfMemoryError):
-        a, b, c = _random((m, k), case.dtype), _random((n, k), case.dtype), _raw((m, n), case.c_dtype)
-        multiply = multiplier(case.dtype)
-        stored = b if case.dtype == "int8" else b.reshape(k, n)
-        found = sustained(lambda: multiply(a, stored, c, False, b_transposed=case.dtype == "int8"))
-        return found * case.m * case.k * case.n / (m * k * n), "own" if own else f"{CUBE}^3"
-    return None
+    packing = _packing_seconds(case) if case.dtype == "int8" else 0.0
+    found = list[tuple[float, str]]()
+    for m, k, n in shapes(case):
+        size = (m + n) * k * ITEM_BYTES[case.dtype] + m * n * case.c_item_bytes
+        if size * 1.2 > free_memory() or (found and min(found)[0] < copies / 2):
+            continue
+        with suppress(cupy.cuda.memory.OutOfMemoryError):
+            own = (m, k, n) == (case.m, case.k, case.n)
+            scale = case.m * case.k * case.n / (m * k * n)
+            found.append((scale * _seconds(case, m, k, n), "own" if own else f"{m}x{k}x{n}"))
+    return (min(found)[0] + packing, min(found)[1]) if found else None
+
+
+def _seconds(case: Case, m: int, k: int, n: int) -> float:
+    """Return the seconds of the product of m x k by k x n elements. int8 is contiguous along k."""
+    a, b, c = _random((m, k), case.dtype), _random((n, k), case.dtype), _raw((m, n), case.c_dtype)
+    multiply, packed = multiplier(case.dtype), case.dtype == "int8"
+    stored = b if packed else b.reshape(k, n)
+    return sustained(lambda: multiply(a, stored, c, k < case.k, b_transposed=packed))
+
+
+def shapes(case: Case) -> list[tuple[int, int, int]]:
+    """Return the extents (m, k, n) of a product and of pieces of it, whose kernels may be faster.
+
+    >>> shapes(Case(1000, 20000, 5000, "int8", "pinned"))
+    [(1000, 20000, 5000), (1000, 20000, 4096), (1000, 8192, 5000)]
+    """
+    m, k, n = case.m, case.k, case.n
+    pieces = (m, k, min(n, PIECE_EXTENT)), (min(m, PIECE_EXTENT), k, n), (m, min(k, CUBE), n)
+    cube = min(m, CUBE), min(k, CUBE), min(n, CUBE)
+    return list(dict.fromkeys([(m, k, n), *pieces, cube]))
+
+
+def _packing_seconds(case: Case) -> float:
+    """Return the seconds in which oocgemm copies B to the layout that int8 products need."""
+    import cupy
+
+    from oocgemm.backends.cuda.multiplier import Multiplier, packed
+    from oocgemm.kernels.spec import Call
+    from oocgemm.planning import Op
+    from oocgemm.planning.emulation import workspace_layout
+
+    k, n = min(case.k, CUBE), min(case.n, CUBE)
+    used = Multiplier(0)
+    try:
+        a, b = cupy.zeros((16, k), np.int8), cupy.zeros((k, n), np.int8)
+        work = cupy.empty(workspace_layout(16, n, k).end, np.int8)
+        call = Call(
+            *("int8", Op.N, Op.N, 16, n, k, 1, a.data.ptr, k, b.data.ptr, n, 0, 0, n), work=work.data.ptr
+        )
+        return sustained(lambda: packed(used.kernels, call)) * case.k * case.n / (k * n)
+    finally:
+        used.close()
 
 
 def sustained(work: Callable[[], object]) -> float:
@@ -243,14 +249,23 @@ def sustained(work: Callable[[], object]) -> float:
 
 
 def _emulated_seconds(case: Case) -> tuple[float, str] | None:
-    """Return the seconds of the emulated product: steps of at most 16384 x 16384 x 8192, scaled."""
+    """Return the seconds of the emulated product with Prepare: the fastest of steps of several extents."""
+    found = list[tuple[float, str]]()
+    for most in EMULATED:
+        m, k, n = (min(extent, limit) for extent, limit in zip((case.m, case.k, case.n), most, strict=True))
+        scale = case.m * case.k * case.n / (m * k * n)
+        found.append((scale * _emulated_step(case, m, k, n), f"emulated {m}x{k}x{n}"))
+        free_memory()
+    return min(found)
+
+
+def _emulated_step(case: Case, m: int, k: int, n: int) -> float:
     import cupy
 
     from oocgemm.backends.cuda.multiplier import Multiplier
     from oocgemm.planning import Op
     from oocgemm.planning.emulation import MODULI_COUNTS, plane_offsets, work_bytes
 
-    m, n, k = min(case.m, 16384), min(case.n, 16384), min(case.k, 8192)
     most, multiplier = MODULI_COUNTS[case.dtype][-1], Multiplier(0)
     try:
         with cupy.cuda.Stream(non_blocking=True):
@@ -265,10 +280,9 @@ def _emulated_seconds(case: Case) -> tuple[float, str] | None:
                     *(slot.data.ptr, offsets, work.data.ptr, (0, m), shape, number, 1, 1, c.data.ptr, n)
                 )
 
-            found = sustained(step)
+            return sustained(step)
     finally:
         multiplier.close()
-    return found * case.m * case.k * case.n / (m * k * n), f"emulated {m}x{k}x{n}"
 
 
 def _raw(shape: tuple[int, int], dtype: str) -> Any:

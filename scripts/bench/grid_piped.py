@@ -1,110 +1,159 @@
 """The fastest that blocks go between the device and memory that is not pinned, without a product.
 
-They go piece by piece through pinned buffers: threads fill one buffer while the link copies another one. Some
-ways here are plain threads, with several sizes of pieces. One is the ring of oocgemm.
+They go piece by piece through pinned buffers: threads fill one buffer while the link copies another one. The
+plain loop in C (`staging_loop.py`) runs with several numbers of threads and sizes of pieces. The ring of
+oocgemm copies the same arrays.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-from grid_loop import DOWN, UP
+from grid_loop import UP
 
 from oocgemm.backends.base import Pageable
 from oocgemm.planning.cost.footprint import COMPILED_LANES, PIECE, RingShape
 
+KIB = 1 << 10
 REPEATS = 3
-# Threads, and bytes of pieces.
-THREADS, PIECES = (4, 8, 12), (4 << 20, 16 << 20)
+# Threads, buffers per thread, and KiB of a buffer that are tried for one direction, and for each of both.
+ALONE, BOTH = tuple(product((6, 8, 12), (2, 3), (4096,))), tuple(product((5, 6, 8), (2,), (2048, 4096)))
+# The same for arrays of few bytes, whose first and last pieces count more.
+FEW_ALONE, FEW_BOTH = (
+    tuple(product((8, 12), (2,), (512, 1024, 4096))),
+    tuple(product((6,), (2,), (512, 1024))),
+)
+SMALL = (16 << 20, 64 << 20, 256 << 20)
+FILE_WAYS = tuple(
+    product((8, 12, 16), (4 << 20, 16 << 20))
+)  # threads and bytes of pieces from the page cache
 ROW = 1 << 16  # bytes of a row of the block that the ring copies
-Copy = Callable[[Any, Any], object]  # copies bytes to the first array from the second
-Fill = Callable[[int, Any], object]  # moves the piece at a position to or from a buffer
+Ways = Sequence[tuple[int, int, int]]
 Begin = Callable[[], Iterator[None]]
 
 
-def piped(pageable: Any, copies: dict[str, Copy], path: Path | None) -> dict[str, dict[str, float]]:
-    """Return bytes per second by way: "staged_h2d" and "staged_d2h" for an array, "page_h2d" for a file."""
-    size, ways = pageable.size, dict[str, dict[str, float]]()
-    for name, copy in copies.items():
+def piped(pageable: Any, path: Path | None = None) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the rates of staging in bytes per second, and those of each way of staging.
 
-        def fill(at: int, buffer: Any, copy: Copy = copy) -> None:
-            copy(buffer, pageable[at : at + buffer.size])
-
-        def empty(at: int, buffer: Any, copy: Copy = copy) -> None:
-            copy(pageable[at : at + buffer.size], buffer)
-
-        ways.setdefault("staged_h2d", {}).update(_rates(size, name, before=fill))
-        ways.setdefault("staged_d2h", {}).update(_rates(size, name, after=empty))
-    with _ring() as ring:
-        for name, uploads in (("staged_h2d", True), ("staged_d2h", False)):
-            ways[name]["ring"] = size / _seconds(partial(_by_ring, ring, pageable, uploads))
-    if path is not None:
-        with path.open("rb") as file:
-
-            def read(at: int, buffer: Any) -> None:
-                os.preadv(file.fileno(), [buffer], at)
-
-            ways["page_h2d"] = _rates(path.stat().st_size, "", before=read)
-    return ways
-
-
-def _rates(size: int, how: str, before: Fill | None = None, after: Fill | None = None) -> dict[str, float]:
-    """Return the rates of plain threads that copy `size` bytes to the device, or from it.
-
-    `before` fills a buffer before it is uploaded. `after` empties one after it has been downloaded.
+    The rates are `staged_h2d` and `staged_d2h`, each alone; `staged_h2d_both` and `staged_d2h_both`, at once;
+    `staged_small`, by bytes, the same for small arrays; `page_h2d`, from a file in the page cache, if `path`
+    is given. The first half of `pageable` is uploaded, and its second half receives what is downloaded.
     """
+    import cupy
+
+    half = pageable.nbytes // 2
+    device = cupy.empty(2 * half, np.uint8)
+
+    def samples(size: int, alone: Ways, both: Ways) -> dict[str, dict[str, Any]]:
+        up, down = ((pageable[at : at + size], device[at : at + size]) for at in (0, half))
+        found: dict[str, dict[str, Any]] = {
+            "staged_h2d": _alone(*up, alone, uploads=True),
+            "staged_d2h": _alone(*down, alone, uploads=False),
+        }
+        fastest = max(found["staged_h2d"].values()), max(found["staged_d2h"].values())
+        return found | {"staged_both": _both(up, down, both, fastest)}
+
+    threads = samples(half, ALONE, BOTH)
+    threads["ring"] = ring_rates(pageable)
+    found: dict[str, Any] = best_of(threads)
+    found["staged_small"] = {
+        size: best_of(samples(size, FEW_ALONE, FEW_BOTH)) for size in SMALL if size <= half // 2
+    }
+    if path is not None:
+        threads["page_h2d"] = {
+            f"{count} threads, {piece >> 20} MiB": path.stat().st_size
+            / _seconds(partial(_from_file, path, count, piece))
+            for count, piece in FILE_WAYS
+        }
+        found["page_h2d"] = max(threads["page_h2d"].values())
+    return found, threads
+
+
+def _alone(array: Any, device: Any, ways: Ways, *, uploads: bool) -> dict[str, float]:
+    """Return the rates of the loop in one direction, by its way of copying."""
+    from staging_loop import Loop, Way, seconds
+
     found = {}
-    for piece in PIECES:
-        for threads in THREADS:
-            seconds = _seconds(partial(_run, size, threads, piece, before, after))
-            found[f"{threads} threads, {piece >> 20} MiB{how}"] = size / seconds
+    for (threads, buffers, kib), streamed in product(ways, (False, True)):
+        way = Way(threads, buffers, kib * KIB, streamed)
+        with closing(Loop(array, device, way, uploads=uploads)) as loop:
+            name = f"{threads} threads, {buffers} x {kib} KiB{', streamed' if streamed else ''}"
+            found[name] = array.nbytes / min(seconds([loop])[0] for _ in range(REPEATS))
     return found
 
 
-def _run(size: int, threads: int, piece: int, before: Fill | None, after: Fill | None) -> Iterator[None]:
-    """Copy once per `next`. Each thread has two buffers, and a stream for each of them."""
+def _both(
+    up: tuple[Any, Any], down: tuple[Any, Any], ways: Ways, alone: tuple[float, float]
+) -> dict[str, tuple[float, float]]:
+    """Return the rates of uploads and of downloads at the same time, by the way of copying."""
+    from staging_loop import Loop, Way, seconds
+
+    found = {}
+    for threads, buffers, kib in ways:
+        with ExitStack() as closed:
+            loops = [
+                closed.enter_context(
+                    closing(Loop(*ends, Way(threads, buffers, kib * KIB, not uploads), uploads=uploads))
+                )
+                for ends, uploads in ((up, True), (down, False))
+            ]
+            found[f"{threads} + {threads} threads, {buffers} x {kib} KiB"] = max(
+                (while_both(up[0].nbytes, seconds(loops), alone) for _ in range(REPEATS)), key=sum
+            )
+    return found
+
+
+def best_of(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the best rate of each mode, by the loop or by the ring."""
+    ring = samples.get("ring", {})
+    alone = {name: max(ring.get(name, 0.0), *samples[name].values()) for name in ("staged_h2d", "staged_d2h")}
+    both = [*samples["staged_both"].values(), *(ring[name] for name in ("staged_both",) if name in ring)]
+    up, down = max(both, key=sum)
+    return alone | {"staged_h2d_both": up, "staged_d2h_both": down}
+
+
+def while_both(size: int, times: Sequence[float], alone: tuple[float, float]) -> tuple[float, float]:
+    """Return the rates of uploads and downloads while both ran, from the seconds that each took.
+
+    Each copied `size` bytes. After the faster one had ended, the slower one ran at its rate in `alone`.
+
+    >>> while_both(100, (10.0, 5.0), (15.0, 15.0))
+    (5.0, 20.0)
+    """
+    until = min(times)
+    up, down = (
+        max(0.0, size - rate * (each - until)) / until for each, rate in zip(times, alone, strict=True)
+    )
+    return up, down
+
+
+def _from_file(path: Path, threads: int, piece: int) -> Iterator[None]:
+    """Upload a file once per `next`. Each thread has two buffers, and a stream for each of them."""
     import cupy
     from cupy.cuda import runtime
 
+    size = path.stat().st_size
     device = cupy.empty(size, np.uint8)
     memory = np.frombuffer(cupy.cuda.alloc_pinned_memory(2 * threads * piece), np.uint8)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2 * threads)]
 
     def serve(thread: int) -> None:
-        held: list[int | None] = [None, None]
-
-        def end(turn: int) -> None:
-            """Wait for the latest copy of a buffer, and empty the buffer."""
-            streams[2 * thread + turn].synchronize()
-            at = held[turn]
-            if after is not None and at is not None:
-                after(at, buffer(turn, at))
-
-        def buffer(turn: int, at: int) -> Any:
-            start = (2 * thread + turn) * piece
-            return memory[start : start + min(piece, size - at)]
-
-        with cupy.cuda.Device():
+        with cupy.cuda.Device(), path.open("rb") as file:
             for number, at in enumerate(range(thread * piece, size, threads * piece)):
-                turn = number % 2
-                end(turn)
-                held[turn], here = at, buffer(turn, at)
-                if before is not None:
-                    before(at, here)
-                ends = (
-                    (device.data.ptr + at, here.ctypes.data)
-                    if before
-                    else (here.ctypes.data, device.data.ptr + at)
-                )
-                runtime.memcpyAsync(*ends, here.size, UP if before else DOWN, streams[2 * thread + turn].ptr)
-            end(0)
-            end(1)
+                turn = 2 * thread + number % 2
+                streams[turn].synchronize()
+                here = memory[turn * piece : turn * piece + min(piece, size - at)]
+                os.preadv(file.fileno(), [here], at)
+                runtime.memcpyAsync(device.data.ptr + at, here.ctypes.data, here.size, UP, streams[turn].ptr)
+            for turn in range(2):
+                streams[2 * thread + turn].synchronize()
 
     with ThreadPoolExecutor(threads) as pool:
         while True:
@@ -112,37 +161,17 @@ def _run(size: int, threads: int, piece: int, before: Fill | None, after: Fill |
             list(pool.map(serve, range(threads)))
 
 
-def piped_both(pageable: Any, copy: Copy, alone: tuple[float, float]) -> dict[str, tuple[float, float]]:
-    """Return the rates of uploads and of downloads that run at the same time, in bytes per second.
-
-    The keys name the ways of copying. One half of an array is uploaded. The other half receives what is
-    downloaded. `alone` are the rates of uploads and of downloads that run alone.
-    """
+def ring_rates(pageable: Any) -> dict[str, Any]:
+    """Return the rates of oocgemm's ring: uploads and downloads alone, and the pair of both at once."""
     import cupy
 
-    half = pageable.size // 2
+    half = pageable.nbytes // 2
     up, down = pageable[:half], pageable[half : 2 * half]
-
-    def fill(at: int, buffer: Any) -> None:
-        copy(buffer, up[at : at + buffer.size])
-
-    def empty(at: int, buffer: Any) -> None:
-        copy(down[at : at + buffer.size], buffer)
-
-    ways: dict[str, tuple[Begin, Begin]] = {
-        f"{threads} threads, {piece >> 20} MiB": (
-            partial(_run, half, threads, piece, fill, None),
-            partial(_run, half, threads, piece, None, empty),
-        )
-        for piece in PIECES
-        for threads in THREADS
-    }
-    found = {}
     with ThreadPoolExecutor(2, initializer=partial(cupy.cuda.runtime.setDevice, 0)) as pool, _ring() as ring:
-        ways["ring"] = partial(_by_ring, ring, up, True), partial(_by_ring, ring, down, False)
-        for way, pair in ways.items():
-            found[way] = max((_while_both(half, times, alone) for times in _times(pair, pool)), key=sum)
-    return found
+        pair = partial(_by_ring, ring, up, True), partial(_by_ring, ring, down, False)
+        alone = half / _seconds(pair[0]), half / _seconds(pair[1])
+        both = max((while_both(half, times, alone) for times in _times(pair, pool)), key=sum)
+    return {"staged_h2d": alone[0], "staged_d2h": alone[1], "staged_both": both}
 
 
 def _times(pair: tuple[Begin, Begin], pool: ThreadPoolExecutor) -> Iterator[list[float]]:
@@ -158,18 +187,6 @@ def _times(pair: tuple[Begin, Begin], pool: ThreadPoolExecutor) -> Iterator[list
         times = list(pool.map(timed, both))
         if number >= 2:  # the first step begins, and the second warms up
             yield times
-
-
-def _while_both(size: int, times: Sequence[float], alone: tuple[float, float]) -> tuple[float, float]:
-    """Return the rates of uploads and downloads while both ran, from the seconds that each took.
-
-    Each copied `size` bytes. After the faster one had ended, the slower one ran at its rate in `alone`.
-    """
-    until = min(times)
-    up, down = (
-        max(0.0, size - rate * (each - until)) / until for each, rate in zip(times, alone, strict=True)
-    )
-    return up, down
 
 
 @contextmanager

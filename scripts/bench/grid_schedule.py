@@ -43,7 +43,7 @@ def model(case: Case, rates: dict[str, Any], compute: float, setting: Setting) -
         kernels={**default.kernels, name: KernelRate(kernel.peak * whole / compute, kernel.half_depth)},
         h2d=rates["staged_h2d" if pageable else "h2d"],
         d2h=rates["staged_d2h" if pageable else "d2h"],
-        memory=max(rates["stage"], rates["unstage"]),
+        memory=rates["staged_h2d_both"] + rates["staged_d2h_both"],
         read=read,
         read_scattered=read,
         write=rates["d2h"] if case.source in IN_MEMORY else rates["disk_write"],

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import grid_piped  # type: ignore[import-not-found]
 import numpy as np
 import pytest
 from grid_cases import (  # type: ignore[import-not-found]
@@ -14,10 +15,14 @@ from grid_cases import (  # type: ignore[import-not-found]
     HOST,
     IN_MEMORY,
     ITEM_BYTES,
+    MODES,
     PAGEABLE,
+    PINNED,
+    PROBE,
     Case,
     bounds,
     chosen,
+    copying_seconds,
     figures,
     loop_tile,
     rows,
@@ -25,13 +30,18 @@ from grid_cases import (  # type: ignore[import-not-found]
 )
 from grid_data import Operands, is_right  # type: ignore[import-not-found]
 from grid_loop import slice_product, stream_product  # type: ignore[import-not-found]
+from grid_where import PARTS, where  # type: ignore[import-not-found]
+from hypothesis import given
+from hypothesis import strategies as st
 
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.planning.units import parse_size
+from oocgemm.timeline.spans import Span, Timeline
 from tests.support import TOP
 from tests.support.suite import each_value
 
-RATES = {"h2d": 50e9, "d2h": 40e9, "stage": 30e9, "unstage": 20e9, "page_read": 35e9}
+RATES: dict[str, Any] = {"h2d": 50e9, "d2h": 40e9, "h2d_both": 45e9, "d2h_both": 35e9, "page_read": 35e9}
+RATES |= {"staged_h2d": 40e9, "staged_d2h": 30e9, "staged_h2d_both": 30e9, "staged_d2h_both": 25e9}
 RATES |= {"disk_write": 1e9, "disk_read": 2e9}
 
 
@@ -72,12 +82,91 @@ def test_the_bound_names_the_slowest_resource() -> None:
         return max(found.items(), key=lambda part: part[1])
 
     up, down = 8 * (1000 + 500) * 2000, 8 * 1000 * 500
-    assert slowest("pinned") == ("h2d", up / 50e9)
+    # While C is downloaded, less is uploaded.
+    assert slowest("pinned") == ("copies", pytest.approx(down / 35e9 + (up - 45 / 35 * down) / 50e9))
     assert slowest("pinned", 0.5) == ("compute", 0.5)
-    assert slowest("pageable") == ("staging", up / 30e9 + down / 20e9)
+    assert slowest("pageable") == ("copies", pytest.approx(down / 25e9 + (up - 30 / 25 * down) / 40e9))
     assert slowest("zarr") == ("disk write", down / 1e9)
     assert slowest("cold-npy") == ("disk read", up / 2e9)
     assert bounds(Case(1000, 2000, 500, "float64", "npy"), RATES)["page cache"] == up / 35e9
+
+
+def rates_of_a_link() -> st.SearchStrategy[dict[str, float]]:
+    rate = st.floats(1.0, 60.0)
+    return st.fixed_dictionaries(dict.fromkeys(MODES, rate))
+
+
+@given(st.floats(0.0, 1e3), st.floats(0.0, 1e3), rates_of_a_link(), st.floats(0.0, 1.0))
+def test_no_mix_of_copies_is_faster_than_the_bound(
+    up: float, down: float, rates: dict[str, float], share: float
+) -> None:
+    found = copying_seconds(up, down, rates)
+    most = max(up / rates["h2d_both"], down / rates["d2h_both"])
+    both = share * most
+    alone = max(0.0, up - both * rates["h2d_both"]) / rates["h2d"]
+    alone += max(0.0, down - both * rates["d2h_both"]) / rates["d2h"]
+    assert found <= (both + alone) * (1 + 1e-9)
+    fastest = {way: max(rates[way], rates[f"{way}_both"]) for way in ("h2d", "d2h")}
+    assert found >= max(up / fastest["h2d"], down / fastest["d2h"]) * (1 - 1e-9)
+
+
+def test_the_best_way_of_each_mode_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop copies at 1 byte per second per thread, the ring at 9; stores are streamed for nothing."""
+
+    class Loop:
+        def __init__(self, array: Any, device: Any, way: Any, *, uploads: bool) -> None:
+            self.seconds = array.nbytes / way.threads
+
+        def close(self) -> None: ...
+
+    module = ModuleType("staging_loop")
+    vars(module).update(
+        Loop=Loop,
+        Way=lambda threads, buffers, piece, streamed: SimpleNamespace(threads=threads),
+        seconds=lambda loops: [loop.seconds for loop in loops],
+    )
+    cupy = ModuleType("cupy")
+    vars(cupy).update(empty=np.empty)
+    monkeypatch.setitem(sys.modules, "staging_loop", module)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    ring = {"staged_h2d": 9.0, "staged_d2h": 20.0, "staged_both": (9.0, 9.0)}
+    monkeypatch.setattr(grid_piped, "ring_rates", lambda pageable: ring)
+    monkeypatch.setattr(grid_piped, "SMALL", (64, 1 << 20))
+    found, threads = grid_piped.piped(np.zeros(4096, np.uint8))
+    assert found["staged_h2d"] == 12.0
+    assert found["staged_d2h"] == 20.0
+    assert (found["staged_h2d_both"], found["staged_d2h_both"]) == (9.0, 9.0)
+    assert found["staged_small"].keys() == {64}
+    assert found["staged_small"][64]["staged_d2h"] == 12.0
+    assert len(threads["staged_h2d"]) == 12
+
+
+def test_the_parts_of_a_run_add_up() -> None:
+    def span(number: int, kind: str, lane: str, start: int, end: int, size: int = 0) -> Span:
+        return Span(number, kind, "A", lane, lane, 0, (0, 0), 0, start, end, size, 0)
+
+    spans = (
+        span(0, "upload", "h2d", 10, 30, 40),
+        span(1, "multiply", "compute", 35, 60),
+        span(2, "upload", "h2d", 30, 70, 60),
+        span(3, "multiply", "compute", 75, 90),
+        span(4, "download", "d2h", 80, 110, 30),
+    )
+    spans = tuple(one._replace(waits=(one.id - 1,)) if one.kind == "multiply" else one for one in spans)
+    found = where(Timeline(spans, 120))
+    seconds = {part: round(1e9 * found[part]) for part in PARTS if found[part]}
+    assert seconds == {
+        **{"before": 10, "fill": 25, "compute": 40, "h2d": 10, "issue": 5, "drain": 20, "after": 10}
+    }
+    assert sum(seconds.values()) == 120
+    assert found["rates"] == {"h2d": 1e9 * 100 / 60, "d2h": 1e9}
+    assert found["both"] == 0
+
+
+def test_the_probe_has_other_products() -> None:
+    assert len(PROBE) == 18
+    assert len({case.name for case in PROBE} | {case.name for case in CUDA}) == 18 + len(CUDA)
+    assert sorted(case.source for case in PROBE) == [PAGEABLE] * 9 + [PINNED] * 9
 
 
 def test_the_summary_names_losers() -> None:
