@@ -145,14 +145,14 @@ def test_the_parts_of_a_run_add_up() -> None:
     def span(number: int, kind: str, lane: str, start: int, end: int, size: int = 0) -> Span:
         return Span(number, kind, "A", lane, lane, 0, (0, 0), 0, start, end, size, 0)
 
-    spans = (
+    plain = (
         span(0, "upload", "h2d", 10, 30, 40),
         span(1, "multiply", "compute", 35, 60),
         span(2, "upload", "h2d", 30, 70, 60),
         span(3, "multiply", "compute", 75, 90),
         span(4, "download", "d2h", 80, 110, 30),
     )
-    spans = tuple(one._replace(waits=(one.id - 1,)) if one.kind == "multiply" else one for one in spans)
+    spans = tuple(one._replace(waits=(one.id - 1,)) if one.kind == "multiply" else one for one in plain)
     found = where(Timeline(spans, 120))
     seconds = {part: round(1e9 * found[part]) for part in PARTS if found[part]}
     assert seconds == {
