@@ -33,6 +33,7 @@ from math import gcd, inf, prod
 from typing import Any, ClassVar
 
 from oocgemm.planning.cost.machine import (
+    BOTH_WAYS,
     CODEC_WORKERS,
     DIGEST_SECONDS_PER_BYTE,
     INSTANT,
@@ -530,7 +531,10 @@ class Route:
         return link
 
     def staged(self, machine: MachineModel, size: float, block: Shape) -> float:
-        """Return the seconds for which the host copies a block of `size` bytes to or from pinned memory."""
+        """Return the seconds for which the host copies a block of `size` bytes to or from pinned memory.
+
+        That is while it copies in both directions.
+        """
         return 0.0
 
 
@@ -585,7 +589,7 @@ class Ringed(Route):
         return min(link, self.layout.copy_rate(machine, block))
 
     def staged(self, machine: MachineModel, size: float, block: Shape) -> float:
-        return size / self.layout.copy_rate(machine, block)
+        return size / (BOTH_WAYS * self.layout.copy_rate(machine, block))
 
 
 @dataclass(frozen=True, slots=True)
