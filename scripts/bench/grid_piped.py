@@ -27,8 +27,8 @@ REPEATS = 3
 ALONE, BOTH = tuple(product((6, 8, 12), (2, 3), (4096,))), tuple(product((5, 6, 8), (2,), (2048, 4096)))
 # The same for arrays of few bytes, whose first and last pieces count more.
 FEW_ALONE, FEW_BOTH = (
-    tuple(product((8, 12), (2,), (512, 1024, 4096))),
-    tuple(product((6,), (2,), (512, 1024))),
+    tuple(product((8, 12), (2,), (512, 1024, 2048, 4096))),
+    tuple(product((6, 8), (2,), (512, 1024, 2048))),
 )
 SMALL = (16 << 20, 64 << 20, 256 << 20)
 FILE_WAYS = tuple(
@@ -96,15 +96,18 @@ def _both(
     from staging_loop import Loop, Way, seconds
 
     found = {}
-    for threads, buffers, kib in ways:
+    for (threads, buffers, kib), streamed in product(ways, (False, True)):
         with ExitStack() as closed:
             loops = [
                 closed.enter_context(
-                    closing(Loop(*ends, Way(threads, buffers, kib * KIB, not uploads), uploads=uploads))
+                    closing(Loop(*ends, Way(threads, buffers, kib * KIB, stores), uploads=uploads))
                 )
-                for ends, uploads in ((up, True), (down, False))
+                for ends, stores, uploads in ((up, streamed, True), (down, True, False))
             ]
-            found[f"{threads} + {threads} threads, {buffers} x {kib} KiB"] = max(
+            name = (
+                f"{threads} + {threads} threads, {buffers} x {kib} KiB{', up streamed' if streamed else ''}"
+            )
+            found[name] = max(
                 (while_both(up[0].nbytes, seconds(loops), alone) for _ in range(REPEATS)), key=sum
             )
     return found
