@@ -34,6 +34,7 @@ from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape
 from oocgemm.planning.cover import Band, Triangle, cover_of
 from oocgemm.planning.problem import Updated, same
 from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
+from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import counted
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import ConstantRows, KeptMatrix, RowsMatrix, SlicedMatrix, dtype_name, named_dtype
@@ -310,7 +311,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
         case Reduction() as reduction:
             return _open_reduced(request, reduction, backend)
     a, b = stores.open_pair(("A", request.a.given), ("B", request.b.given), decode=request.decode)
-    a, trans_a = by_rows(a, request.a.transform, op_of("trans_a", request.a.op), left=True)
+    trans_a = op_of("trans_a", request.a.op)
+    a, trans_a = by_rows(a, request.a.transform, trans_a, left=not request.a.of_lines)
     b, trans_b = by_rows(b, request.b.transform, op_of("trans_b", request.b.op), left=False)
     if request.slicing is not None:
         a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
@@ -337,7 +339,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
 
     Raises `InputError` also for scalars with which C would not be Hermitian.
     """
-    x, trans = opened("X", request), op_of("trans_a", request.a.op)
+    x, trans = _rows(opened("X", request), request.a.rows), op_of("trans_a", request.a.op)
     change = request.a.transform
     if request.a.standardize:
         x, change = _standardized(x, request, trans), None
@@ -348,7 +350,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
         dtype = "int8" if narrow else str(request.out_dtype)
         x = KnownMatrix(x, int(not trans.swaps), known.code, known.used, dtype)
     if x.dtype.kind != "c":
-        x, trans = by_rows(x, change, trans, left=True)
+        x, trans = by_rows(x, change, trans, left=not request.a.of_lines)
         other = Op.N if trans.swaps else Op.T
     else:
         x = transformed(x, change, trans, left=True)
@@ -439,13 +441,17 @@ def _wide(problem: GemmProblem) -> GemmProblem:
     return replace(problem, sink=replace(problem.sink, dtype=problem.acc_dtype))
 
 
+def _rows(x: Matrix, rows: Range | None) -> Matrix:
+    """Return the matrix of these rows of X, or X if `rows` is None."""
+    whole = None if rows is None else stores.in_memory(x)
+    if rows is None:
+        return x
+    return RowsMatrix(x, rows) if whole is None else stores.open_matrix("X", whole[slice(*rows)])
+
+
 def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmProblem]:
     """Return X, opened, the matrix that is added to X Q, and the description of ``X^T (X Q + 1 row)``."""
-    x = stores.open_matrix("X", request.a.given, decode=request.decode)
-    if chain.rows is not None:
-        whole = stores.in_memory(x)
-        part = None if whole is None else whole[slice(*chain.rows)]
-        x = RowsMatrix(x, chain.rows) if part is None else stores.open_matrix("X", part)
+    x = _rows(stores.open_matrix("X", request.a.given, decode=request.decode), request.a.rows)
     count = x.shape[0]
     # The numbers of the transform are per column of X, which is not the axis that `problem_of` sums over.
     x, trans = by_rows(x, request.a.transform, Op.T, left=False)

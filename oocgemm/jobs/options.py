@@ -73,6 +73,7 @@ Devices = str | Sequence[int]  # "all", "0,1" or [0, 1]
 METRICS = ("cosine", "dot")
 CONSTANT = ("nan", "drop", "raise")
 GRM_METHODS = ("gcta", "vanraden")
+PCA_METHODS = ("auto", "exact", "randomized")
 GRM_CASTS = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -751,11 +752,27 @@ class PcaArguments(_Transform, PcaOptions, total=False):
             flags=(("--no-center", "Do not subtract the mean of each column: find a truncated SVD of X."),),
         ),
     ]
+    method: Annotated[
+        str,
+        Option(
+            "exact: eigenvectors of a Gram matrix, X^T X or the smaller X X^T, which one read of X computes. "
+            "randomized: a block method that reads X once per iteration. auto: the one that is predicted to "
+            "be faster.",
+            "The exact method needs five matrices of d x d (or n x n) in float64 in host memory. With auto, "
+            "it is used only if they fit. With more columns than rows, it reads X twice. Before that, X is "
+            "read once for the means of its columns, unless they are cached, as for files. Singular values "
+            "that rounding errors of the Gram matrix may change by more than 1e-5 of the largest one are "
+            "refined by further iterations.",
+            PCA_METHODS[0],
+            choices=PCA_METHODS,
+        ),
+    ]
     iterations: Annotated[
         int,
         Option(
             "Maximum number of times that X is read. More iterations give more accurate components.",
-            "The more slowly singular values decay, the more iterations are needed.",
+            "The more slowly singular values decay, the more iterations the randomized method needs. The "
+            "read for a Gram matrix is an iteration too, of every {method}.",
             6,
             metavar="N",
         ),
@@ -766,7 +783,8 @@ class PcaArguments(_Transform, PcaOptions, total=False):
             "Stop when the residual of each component is below this share of the gap to its neighbours. 0: "
             "read X as often as {iterations} says.",
             "`PCA.errors` has these shares. The error of a singular value is about the square of its "
-            "share. With 0, there is no warning.",
+            "share. With 0, there is no warning, and the {method} auto is the randomized one. The exact "
+            "method reaches any other tolerance by its first iteration, unless components must be refined.",
             0.01,
             metavar="X",
         ),
@@ -782,7 +800,7 @@ class PcaArguments(_Transform, PcaOptions, total=False):
     seed: Annotated[
         int,
         Option(
-            "Seed of the random start.",
+            "Seed of the random start, of both methods.",
             "With the same seed, budgets and backend, results are equal in every bit.",
             0,
             metavar="N",

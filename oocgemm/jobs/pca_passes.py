@@ -48,10 +48,10 @@ import numpy as np
 
 from oocgemm import backends, stores
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.prepare import budgets_of
-from oocgemm.jobs.request import Chain, Destination, Request, numbers_of, parse, unknown_devices
+from oocgemm.jobs.prepare import budgets_of, sweep_of
+from oocgemm.jobs.request import Chain, Destination, Gram, Request, Source, numbers_of, parse, unknown_devices
 from oocgemm.jobs.run import Plan, Result, plan_request, run_request, run_side_by_side
-from oocgemm.jobs.stats import stats_of
+from oocgemm.jobs.stats import Sweep, stats_of
 from oocgemm.jobs.transforming import check_known, gaps, how_to_replace, memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.planning.tiling import Range, ceil_div, round_up
@@ -90,6 +90,9 @@ MARGIN = 2.0**46
 MIN_PRODUCT, MAX_PRODUCT = 2.0**-400, 2.0**400
 # Number of slices of X if several devices multiply it, unless X has fewer rows of chunks.
 SLICES = 8
+# Maximum number of products that a float32 sum of the Gram matrix has. Their rounding errors are at most some
+# 1e-5 of the sum.
+MAX_NARROW = 1 << 20
 # Dtypes in which X is multiplied.
 DTYPES = ("float32", "float64")
 
@@ -147,7 +150,7 @@ def advance(state: Subspace, block: Block, rounding: float) -> Subspace:
     eigenvalues, directions = np.linalg.eigh(_gram(q, z))
     eigenvalues, directions = eigenvalues[::-1], directions[:, ::-1][:, : block[0].shape[1]]
     v, product = q @ directions, z @ directions
-    found = _ritz(v, product, eigenvalues, rounding)
+    found = ritz(v, product, eigenvalues, rounding)
     # In the first product, rounding errors of the largest singular value hide small ones. So the next basis
     # is only this product, orthogonalized.
     ahead = block[1] if state.last is None else completed(_ahead(v, product, rounding), state.basis.shape[1])
@@ -155,7 +158,7 @@ def advance(state: Subspace, block: Block, rounding: float) -> Subspace:
     return Subspace(basis, block, state.passes + 1, found)
 
 
-def _ritz(v: Array, product: Array, eigenvalues: Array, rounding: float) -> Ritz:
+def ritz(v: Array, product: Array, eigenvalues: Array, rounding: float) -> Ritz:
     """Return the `Ritz` of vectors V, given X^T X V and all eigenvalues in the span, in descending order."""
     squares = np.maximum(np.einsum("ij,ij->j", v, product), 0)
     squares[squares <= max(FLOOR, ROUNDINGS * rounding) ** 2 * squares.max(initial=0)] = 0
@@ -280,6 +283,7 @@ class PcaState:
     - `tile`: the tile shape of the first pass, MxNxK. With another tile, later passes would round
       differently.
     - `exponent`: each element is multiplied by 2^exponent, unless `folded` is set.
+    - `exact`: whether the first pass computed the Gram matrix of X (`oocgemm.jobs.pca_gram`).
     """
 
     subspace: Subspace
@@ -287,6 +291,7 @@ class PcaState:
     folded: bool
     tile: str | None = None
     exponent: int = 0
+    exact: bool = False
 
 
 class PcaPasses:
@@ -362,19 +367,57 @@ class PcaPasses:
         return self.transform.missing is not None or given
 
     @property
+    def reads_means(self) -> bool:
+        """Whether means must be found before a Gram matrix of centered columns is computed."""
+        return self._means or self.reads_first
+
+    @property
     def backend(self) -> str:
         return backends.resolve(self._options.get("backend", "auto"))
 
-    def plan(self) -> Plan:
-        """Return the plan of a pass."""
+    def plan(self, *, running: bool) -> Plan:
+        """Return the plan of a pass. Only if X will be `running` through a device, it is opened."""
         state = PcaState(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
-        if self._devices == "all" and self.backend != "host":
+        return self._plan(self._request(state, np.zeros(self._width), None), running=running)
+
+    def plan_gram(self, *, running: bool) -> Plan:
+        """Return the plan of the Gram matrix, or of the first of its slices. `running` is as for `plan`."""
+        return self._plan(self._gram_request(None), running=running)
+
+    def _plan(self, whole: Request, *, running: bool) -> Plan:
+        if self._devices == "all" and self.backend != "host" and not running:
             raise unknown_devices()
-        (request, *_), _ = self._requests(state, np.zeros(self._width), None, planning=True)
+        request = self._sliced(whole, planning=not running)[0][0]
+        if running and self.backend != "host":
+            given = request.budgets.device_memory, request.budgets.all_host_memory
+            budgets = budgets_of(self.backend, self._engine().free_memory, *given)
+            request = request.with_options(device_memory=budgets.device)
         return plan_request(request)
 
-    def begin(self, seed: int) -> PcaState:
-        """Return the state before the first pass. X is read if its transform needs statistics."""
+    @property
+    def is_tall(self) -> bool:
+        """Whether X has at least as many rows as columns, so that X^T X is its smaller Gram matrix."""
+        return self.matrix.shape[0] >= self.matrix.shape[1]
+
+    @property
+    def gram_reads(self) -> int:
+        """How many times the exact method reads X: twice if components follow from left singular vectors."""
+        return 1 if self.is_tall else 2
+
+    @property
+    def gram_dtype(self) -> np.dtype[Any]:
+        """The dtype in which X is multiplied for its Gram matrix: float64, unless that would be much slower.
+
+        CPUs multiply float32 at twice the rate, but float32 sums of very many products are inaccurate.
+        """
+        narrow = self.backend == "host" and max(self.matrix.shape) <= MAX_NARROW
+        return self.dtype if narrow else np.dtype(np.float64)
+
+    def begin(self, seed: int, *, centered: bool = False) -> PcaState:
+        """Return the state before the first pass. X is read if its transform needs statistics.
+
+        With `centered`, X is also read for its means, if they are subtracted.
+        """
         request = Request.of(None, None, Destination.parse(None), **self._options)
         self._memory = memory = memory_of(request)
         if self._imputes and isinstance(self.matrix, Genotypes) and gaps(self.matrix, memory) is None:
@@ -385,14 +428,61 @@ class PcaPasses:
         center = np.zeros(cols) if whole.center is None else None
         folded = whole.missing is None
         if self.reads_first:
-            view = readable(transformed(self.matrix, whole, Op.N, left=True), memory)
+            view = readable(transformed(self.matrix, whole, Op.N, left=True), memory, self._sweep())
             chain = chain_of(view)
             assert chain is not None
             center, inverse = chain.number("center"), chain.number("scale")
             center = np.zeros(cols) if center is None else center
             self.scale = np.ones(cols) if inverse is None else 1 / inverse
             self._fill = None if folded else chain.number("impute")
-        return PcaState(start(cols, self.columns, seed), center, folded)
+        if centered and center is None:
+            center = stats_of(self.matrix, 0, whole, memory, extremes=False, sweep=self._sweep()).mean
+            self._check(center[:, None])
+        return PcaState(start(cols, self.columns, seed), center, folded and not centered)
+
+    def _sweep(self) -> Sweep | None:
+        """Return a function that makes a pass for statistics on the device; None if the host makes it."""
+        request = Request.of(None, None, Destination.parse(None), **self._options)
+        return None if self.backend == "host" else sweep_of(request, self._engine())
+
+    def _engine(self) -> backends.Backend:
+        first = self._devices[0] if isinstance(self._devices, tuple) else self._options.get("device", 0)
+        return backends.open_backend(self.backend, first)
+
+    def gram(self, state: PcaState) -> tuple[PcaState, Array]:
+        """Return the Gram matrix of Xc, in float64, and the state of which it is.
+
+        It is Xc^T Xc if X `is_tall`, else Xc Xc^T. The state has the exponent by which X was multiplied, and
+        the number of passes. Raises `InputError` for NaN or Inf in X.
+        """
+        gram = self._sum(self._gram_request(state))[0]
+        passes, least = state.subspace.passes + 1, MARGIN * float(np.finfo(self.gram_dtype).tiny)
+        largest = gram.diagonal().max(initial=0)
+        if not max(least, MIN_PRODUCT) <= largest <= MAX_PRODUCT:
+            exponent, center = self._exponent(state)
+            if exponent:
+                state = replace(state, center=center, exponent=exponent)
+                gram, passes = self._sum(self._gram_request(state))[0], passes + 1
+            elif not np.isfinite(largest):
+                self._check(stats_of(self.matrix, 0, self.transform, self._memory).mean[:, None])
+        return replace(state, subspace=replace(state.subspace, passes=passes)), gram
+
+    def _gram_request(self, state: PcaState | None) -> Request:
+        """Return the request for the Gram matrix; without a state, to plan it."""
+        if state is None:
+            known = None if self.transform.center is None else np.ones(self.matrix.shape[1])
+            state = PcaState(Subspace(np.zeros((0, 0))), known, folded=False)
+        op = Op.T if self.is_tall else Op.N
+        each = self._each(state, self.gram_dtype)
+        x = Source(stores.located("X", self._x), op, each, of_lines=self.is_tall)
+        return Request(a=x, b=x, c=Destination.parse(None), into=Gram()).with_options(**self._options)
+
+    def turned(self, state: PcaState, left: Array) -> Array:
+        """Return Xc^T `left`, by one more read of X, in float64."""
+        each, b = self._each(state, self.gram_dtype), left.astype(self.gram_dtype)
+        x = Source(stores.located("X", self._x), Op.T, each, of_lines=True)
+        request = Request(a=x, b=Source(b), c=Destination.parse(None))
+        return np.asarray(run_request(request.with_options(**self._options)).out).astype(np.float64)
 
     def advance(self, state: PcaState) -> PcaState:
         """Return the state after one more pass over X. Raises `InputError` for NaN or Inf in X."""
@@ -405,48 +495,56 @@ class PcaPasses:
                     "the elements of X are multiplied by 2^%d, to keep their squares in range", exponent
                 )
                 subspace = Subspace(state.subspace.basis, passes=state.subspace.passes + 1)
-                return PcaState(subspace, center, folded=False, exponent=exponent)
+                return replace(state, subspace=subspace, center=center, folded=False, exponent=exponent)
         self._check(product)
         center, block = self._corrected(state, factor, row, product)
         rounding = float(np.finfo(self.dtype).eps)
         subspace = advance(state.subspace, block, rounding)
-        found = PcaState(subspace, center, state.folded, tile, state.exponent)
+        found = replace(state, subspace=subspace, center=center, tile=tile)
         if state.folded and self._hides(center, subspace, rounding):
             logger.info("the means of X are so large that they are subtracted from each element")
             # The products so far are inaccurate. But they give a good next Q.
-            found = PcaState(Subspace(subspace.basis, passes=subspace.passes), center, folded=False)
+            unknown = Subspace(subspace.basis, passes=subspace.passes)
+            found = PcaState(unknown, center, folded=False)
         return found
 
     def _product(self, state: PcaState, row: Array, factor: Array) -> tuple[Array, str]:
         """Return ``X^T (X Q + 1 row)``, in float64, and the tile shape of the products."""
-        requests, lanes = self._requests(state, row, factor)
+        return self._sum(replace(self._request(state, row, factor), tile=state.tile))
+
+    def _sum(self, whole: Request) -> tuple[Array, str]:
+        """Return the sum of the products of all slices of X, in float64, and their tile shape."""
+        requests, lanes = self._sliced(whole)
         if len(requests) == 1:
             result = run_request(requests[0])
-            return np.asarray(result.out).astype(np.float64), str(result.plan.tile)
-        product, tiles = np.zeros((self.matrix.shape[1], self._width)), list[str]()
+            return np.asarray(result.out).astype(np.float64, copy=False), str(result.plan.tile)
+        found, tiles = list[Array](), list[str]()
 
         def add(result: Result) -> None:
+            if not tiles:
+                found.append(np.zeros(result.out.shape))
             with np.errstate(all="ignore"):
-                np.add(product, result.out, out=product)
+                np.add(found[0], result.out, out=found[0])
             tiles.append(str(result.plan.tile))
 
         run_side_by_side(requests, lanes, add)
-        return product, tiles[0]
+        return found[0], tiles[0]
 
-    def _requests(
-        self, state: PcaState, row: Array, factor: Array | None, *, planning: bool = False
-    ) -> tuple[list[Request], int]:
+    def _sliced(self, whole: Request, *, planning: bool = False) -> tuple[list[Request], int]:
         """Return the requests for the products of all slices of X, and how many run at the same time."""
-        whole = replace(self._request(state, row, factor), tile=state.tile)
         if self._devices is None:
             return [whole], 1
-        assert isinstance(whole.into, Chain)
-        resident = whole.into.resident_bytes // self.sessions
-        places = self._places(planning=planning)
+        if not (self.is_tall or isinstance(whole.into, Chain)):
+            return [whole.with_options(devices=self._devices)], 1
+        into, places = whole.into, self._places(planning=planning)
+        if isinstance(into, Chain):
+            into = replace(into, resident_bytes=into.resident_bytes // self.sessions)
         return [
             replace(
                 whole.with_options(**places[number % len(places)]),
-                into=replace(whole.into, rows=rows, resident_bytes=resident),
+                a=replace(whole.a, rows=rows),
+                b=replace(whole.b, rows=rows),
+                into=into,
             )
             for number, rows in enumerate(self.slices)
         ], len(places)
@@ -542,18 +640,25 @@ class PcaPasses:
             return np.zeros(cols), np.ones(cols)
         return np.zeros(cols) if state.center is None else state.center, 1 / self.scale
 
-    def _each(self, state: PcaState) -> Transform | None:
-        """Return the transform of each element when X is multiplied; None if elements do not change."""
-        whole = self.transform
+    def _each(self, state: PcaState, dtype: np.dtype[Any] | None = None) -> Transform | None:
+        """Return the transform of each element when X is multiplied; None if elements do not change.
+
+        X is multiplied in `dtype`, by default that of passes.
+        """
+        whole, dtype = self.transform, dtype or self.dtype
         if whole.missing is not None and self._fill is None:  # X has not been read: this is only planned
-            return replace(whole, cast=self.dtype.name)
+            return replace(whole, cast=dtype.name)
         numbers: dict[str, Any] = {}
         if not state.folded:
             numbers = {"center": state.center, "scale": np.ldexp(self.scale, -state.exponent)}
+            unchanged = {"center": 0, "scale": 1}
+            numbers = {
+                name: u for name, u in numbers.items() if u is not None and (u != unchanged[name]).any()
+            }
         if whole.missing is not None:
             numbers |= {"missing": whole.missing, "impute": self._fill}
-        each = Transform(log1p=whole.log1p, cast=self.dtype.name, **numbers)
-        return each if whole.log1p or numbers or self.matrix.dtype != self.dtype else None
+        each = Transform(log1p=whole.log1p, cast=dtype.name, **numbers)
+        return each if whole.log1p or numbers or self.matrix.dtype != dtype else None
 
     def _request(self, state: PcaState, row: Array, factor: Array | None) -> Request:
         x, each = stores.located("X", self._x), self._each(state)
@@ -617,7 +722,7 @@ def save_state(path: Path, identity: Mapping[str, Any], state: PcaState) -> None
     if subspace.found is not None:
         arrays |= {name: getattr(subspace.found, name) for name in RITZ}
     facts = {"identity": identity, "passes": subspace.passes, "tile": state.tile, "folded": state.folded}
-    facts["exponent"] = state.exponent
+    facts |= {"exponent": state.exponent, "exact": state.exact}
     file = io.BytesIO()
     named: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
     np.savez(file, facts=np.array(json.dumps(facts)), **named)
@@ -664,4 +769,5 @@ def load_state(path: Path, identity: Mapping[str, Any], *, resume: bool) -> PcaS
     last = (arrays["last"][0], arrays["last"][1]) if "last" in arrays else None
     found = Ritz(*(arrays[name] for name in RITZ)) if "values" in arrays else None
     subspace = Subspace(arrays["basis"], last, facts["passes"], found)
-    return PcaState(subspace, arrays["center"], facts["folded"], facts["tile"], facts["exponent"])
+    rest = (facts[name] for name in ("folded", "tile", "exponent", "exact"))
+    return PcaState(subspace, arrays["center"], *rest)

@@ -258,7 +258,6 @@ class Chain(Into):
     - `factor`: an array as wide as `row`, whose first `columns` columns are Q. None if the products are only
       planned.
     - `resident_bytes`: host memory that the caller needs during the run.
-    - `rows`: the rows of X that are multiplied, which begin at a border of chunks; None for all.
     """
 
     feature: ClassVar[str] = "passes"
@@ -269,7 +268,6 @@ class Chain(Into):
     row: Array
     factor: Array | None = None
     resident_bytes: int = 0
-    rows: Range | None = None
 
     @property
     def names(self) -> tuple[str, str]:
@@ -326,8 +324,11 @@ class Source:
 
     - `given`: what the caller passed, with paths and URLs as text.
     - `op`: whether the matrix, its transpose or its conjugate transpose is multiplied.
-    - `transform`: the transform of the elements. For X of a `Chain`, it has one center and one scale per
-      column of X.
+    - `transform`: the transform of the elements.
+    - `of_lines`: whether the transform has one center and one scale per row of op(A), not per index along k.
+      So it is for X of a `Chain`.
+    - `rows`: the rows of the stored matrix that are multiplied, which begin at a border of chunks; None for
+      all. Only for X of a `Chain` or a `Gram`.
     - `impute`: whether missing genotypes in a .bed file are replaced by means.
     - `standardize`: how rows of op(A) are standardized: "center" or "scale"; "" if they are not.
     - `constant`: if rows are scaled, what happens to rows of equal elements.
@@ -338,6 +339,8 @@ class Source:
     given: Any
     op: Transpose = Op.N
     transform: Transform | None = None
+    of_lines: bool = False
+    rows: Range | None = None
     impute: bool = False
     standardize: str = ""
     constant: str = "nan"

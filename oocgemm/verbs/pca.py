@@ -1,4 +1,4 @@
-"""The verb `pca`: principal components of a matrix that is read once per iteration."""
+"""The verb `pca`: principal components of a matrix, by its Gram matrix or by a randomized block method."""
 
 import logging
 import os
@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import DataWarning, InputError
-from oocgemm.jobs.options import Operand, PathLike, PcaArguments, PcaOptions, check_names, documented
+from oocgemm.jobs.options import (
+    Operand,
+    PathLike,
+    PcaArguments,
+    PcaOptions,
+    check_choices,
+    check_names,
+    documented,
+)
+from oocgemm.jobs.pca_gram import choose, found_by
 from oocgemm.jobs.pca_passes import PcaPasses, PcaState, load_state, save_state, state_path
 from oocgemm.jobs.run import Plan
 from oocgemm.planning.units import format_size
@@ -18,8 +27,8 @@ from oocgemm.stores.transform import Transform
 from oocgemm.stores.zarr_matrix import check_free, save_arrays
 
 # Version of the arithmetic: a run of another version is not resumed.
-VERSION = 3
-# Minimum number of times that X is read, unless `iterations` is lower.
+VERSION = 4
+# Minimum number of times that the randomized method reads X, unless `iterations` is lower.
 MIN_PASSES = 3
 
 logger = logging.getLogger("oocgemm")
@@ -36,7 +45,7 @@ class PCA:
         mean: what was subtracted from each column, float64; zeros if X was not centered.
         scale: what each column was divided by, float64; ones if X was not scaled.
         scores: n x k, the coordinates of the rows of X; None unless they were asked for.
-        passes: how many times X was read, besides a pass for its statistics if its transform needs them.
+        passes: how many times X was read, besides a pass for its statistics if they are needed.
         residuals: ``|X^T X v - s^2 v| / s_1^2`` for each component v and its singular value s, where s_1 is
             the largest one; X is the transformed matrix. float64.
         errors: the residual of each component divided by the estimated gap between s^2 and its neighbours,
@@ -73,42 +82,47 @@ class PCAPlan:
     """How `pca` would compute components. `str` describes it.
 
     Attributes:
-        pass_plan: the plan of one pass over X, or over the first of its slices.
-        rows: the number of rows of X.
+        pass_plan: the plan of the first pass over X, or over the first of its slices.
+        rows, cols: the shape of X.
         passes: the maximum number of times that X is read, including the pass for the scores.
         statistics: whether X is also read once for statistics, unless they are cached.
         checks: the maximum number of times that X is also read to check a product.
         slices: the number of slices of the rows of X that several devices multiply; 1 for all of X.
         devices: how many slices are multiplied at the same time.
+        method: "exact" if the first pass computes a Gram matrix, else "randomized".
     """
 
     pass_plan: Plan
     rows: int
+    cols: int
     passes: int
     statistics: bool
     checks: int = 0
     slices: int = 1
     devices: int = 1
+    method: str = "randomized"
 
     @property
     def bytes_read(self) -> int:
         """Maximum number of bytes of X that all passes read together, counted before compression."""
-        problem, reads = self.pass_plan.problem, self.passes + self.statistics + self.checks
-        return reads * self.rows * problem.m * problem.itemsizes["A"]
+        reads = self.passes + self.statistics + self.checks
+        return reads * self.rows * self.cols * self.pass_plan.problem.itemsizes["A"]
 
     @property
     def summary(self) -> str:
         """How often X is read, and for what, as text."""
         more = [", and once for its statistics"] if self.statistics else []
         more += [f", and {self.checks} times to check products"] if self.checks else []
-        return f"X is read at most {self.passes} times{''.join(more)}: {format_size(self.bytes_read)} in all"
+        read = f"X is read at most {self.passes} times{''.join(more)}: {format_size(self.bytes_read)} in all"
+        return f"Exact method: {read}" if self.method == "exact" else read
 
     @property
     def what(self) -> str:
         """A text that names the pass, or the slice, that `pass_plan` computes."""
+        one = "The first pass" if self.method == "exact" else "A pass"
         if self.slices == 1:
-            return "A pass"
-        return f"A pass multiplies {self.slices} slices of X, {self.devices} at the same time. A slice"
+            return one
+        return f"{one} multiplies {self.slices} slices of X, {self.devices} at the same time. A slice"
 
     def __str__(self) -> str:
         return f"{self.summary}. {self.what}:\n{self.pass_plan}"
@@ -140,6 +154,7 @@ def pca(
     *,
     center: bool = True,
     transform: Transform | None = None,
+    method: str = "auto",
     iterations: int = 6,
     tol: float = 0.01,
     oversampling: int = 10,
@@ -149,11 +164,11 @@ def pca(
     dry_run: bool = False,
     **options: Unpack[PcaOptions],
 ) -> PCA | PCAPlan:
-    """Find the k principal components of X, by a randomized method that reads X once per iteration.
+    """Find the k principal components of X, exactly by one pass, or by a randomized method of several passes.
 
     The components are the right singular vectors of X with its columns centered. X stays as it is stored: the
-    mean is subtracted from the products, by a matrix of rank one. The method ends when the components have
-    converged, and warns if they have not after the last iteration.
+    mean is subtracted from elements when they are loaded, or from the products. The computation ends when the
+    components have converged, and a warning is issued if they have not after the last iteration.
 
     int8, float16 and bfloat16 elements are multiplied as float32, int32 and int64 as float64; a transform may
     cast to float32 or float64. Without a code of missing elements, missing genotypes of a .bed file are
@@ -164,7 +179,7 @@ def pca(
     Args:
         x: a real two-dimensional operand as for `gemm`, n samples x d features. It may be larger than memory.
             A few matrices of d x (k + oversampling) must fit into device memory, and about ten in float64
-            into host memory.
+            into host memory, unless the exact method is used.
         k: number of components, at most min(n, d).
         out: path of a new zarr group, to which the result is also saved (`PCA.save`). During the run, the
             state is kept beside it, so that a run that was killed can be resumed.
@@ -186,6 +201,7 @@ def pca(
     array([6.324555])
     """
     check_names("pca", options, PcaOptions)
+    check_choices("pca", method=method)
     for name, value, least in (
         ("k", k, 1),
         ("iterations", iterations, 1),
@@ -200,13 +216,16 @@ def pca(
     rows, cols = passes.matrix.shape
     _check_number(k, rows, cols)
     if dry_run:
-        statistics = passes.transform.needs_stats and passes.reads_first
-        checks = iterations if options.get("verify") else 0  # the product for the scores has checksums
-        plan = passes.plan()  # refuses devices that cannot be counted
-        of_slices = len(passes.slices), passes.sessions
-        return PCAPlan(plan, rows, iterations + scores, statistics, checks, *of_slices)
+        exact, plan = choose(passes, method, iterations, tol, running=False)
+        statistics = exact and passes.reads_means
+        statistics = statistics or (passes.transform.needs_stats and passes.reads_first)
+        # The products for a Gram matrix and for the scores have checksums.
+        checks = iterations - exact if options.get("verify") else 0
+        of_slices = len(passes.slices), passes.sessions, "exact" if exact else "randomized"
+        reads = max(iterations, passes.gram_reads * exact) + scores
+        return PCAPlan(plan, rows, cols, reads, statistics, checks, *of_slices)
     path, target = None, None if out is None else os.fspath(out)
-    identity = _identity(passes, k, iterations, tol, seed)
+    identity = _identity(passes, k, iterations, tol, seed) | {"method": method}
     saved = None
     if target is not None:
         path = state_path(target)
@@ -214,11 +233,15 @@ def pca(
         saved = load_state(path, identity, resume=resume)
     elif resume:
         raise InputError("a run can be resumed only if its result is saved: pass out, or drop resume")
-    state = passes.begin(seed)
+    exact = method == "exact" if saved is None else saved.exact
+    if saved is None and method != "randomized":
+        exact, _ = choose(passes, method, iterations, tol, running=True)
+    state = passes.begin(seed, centered=exact)
     state = saved or state
     while not _ends(state, k, iterations, tol):
         logger.info("pass %d of at most %d over X", state.subspace.passes + 1, iterations)
-        state = passes.advance(state)
+        begins = exact and state.subspace.found is None
+        state = found_by(passes, state, k, seed) if begins else passes.advance(state)
         if path is not None:
             save_state(path, identity, state)
     found = _result(passes, state, k, tol)
@@ -248,7 +271,7 @@ def _ends(state: PcaState, k: int, iterations: int, tol: float) -> bool:
         return found is not None
     # In the first product, which the second pass uses too, rounding errors of the largest singular value hide
     # small ones.
-    return passes >= MIN_PASSES and bool((found.errors[:k] < tol).all())
+    return passes >= (1 if state.exact else MIN_PASSES) and bool((found.errors[:k] < tol).all())
 
 
 def _unconverged(found: PCA, iterations: int, tol: float) -> str:
@@ -270,7 +293,9 @@ def plan_pca(
     *,
     center: bool = True,
     transform: Transform | None = None,
+    method: str = "auto",
     iterations: int = 6,
+    tol: float = 0.01,
     oversampling: int = 10,
     scores: bool = False,
     **options: Unpack[PcaOptions],
@@ -278,7 +303,7 @@ def plan_pca(
     """Return how `pca` would compute components. Nothing is read or written, and no device is used.
 
     Args:
-        x, k, center, transform, iterations, oversampling, scores: as for `pca`.
+        x, k, center, transform, method, iterations, tol, oversampling, scores: as for `pca`.
         options: those of `pca`, except device and progress. The cuda backend requires `device_memory`.
 
     Returns:
@@ -288,8 +313,9 @@ def plan_pca(
         InputError, BudgetError: as `pca` does.
     """
     check_names("plan_pca", options, PcaOptions.__annotations__.keys() - {"device", "progress"})
-    given: dict[str, Any] = {"center": center, "transform": transform, "iterations": iterations, **options}
-    return pca(x, k, oversampling=oversampling, scores=scores, dry_run=True, **given)
+    given: dict[str, Any] = {"center": center, "transform": transform, "method": method, "tol": tol}
+    given |= {"iterations": iterations, "oversampling": oversampling, "scores": scores}
+    return pca(x, k, dry_run=True, **given, **options)
 
 
 def _check_number(k: int, rows: int, cols: int) -> None:

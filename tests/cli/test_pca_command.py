@@ -78,22 +78,23 @@ def test_options_reach_the_function() -> None:
 
 
 def test_a_dry_run_says_how_often_x_is_read() -> None:
-    done = command("pca", "x.zarr", "--components", "3", "--dry-run", "--backend", "host", "--scores")
+    x = "x.zarr", "--method", "randomized"
+    done = command("pca", *x, "--components", "3", "--dry-run", "--backend", "host", "--scores")
     assert done.code == 0, done.err
     assert "X is read at most 7 times: 98.4 KiB in all" in done.out
     scaled = "--transform", "scale=k", "--components", "3", "--dry-run", "--backend", "host"
-    assert "and once for its statistics" in command("pca", "x.zarr", *scaled).out
-    plan = command("pca", "x.zarr", *scaled, "--json").json()
+    assert "and once for its statistics" in command("pca", *x, *scaled).out
+    plan = command("pca", *x, *scaled, "--json").json()
     assert (plan["passes"], plan["statistics"], plan["bytes_read"]) == (6, True, 7 * X.nbytes)
     assert plan["pass"]["problem"]["m"] == 30
-    checked = command("pca", "x.zarr", *scaled, "--scores", "--verify")
+    checked = command("pca", *x, *scaled, "--scores", "--verify")
     assert (
         "X is read at most 7 times, and once for its statistics, and 6 times to check products" in checked.out
     )
-    plan = command("pca", "x.zarr", *scaled, "--verify", "--json").json()
+    plan = command("pca", *x, *scaled, "--verify", "--json").json()
     assert (plan["checks"], plan["bytes_read"]) == (6, 13 * X.nbytes)
     gpu = "--dry-run", "--backend", "cuda", "--device-memory", "1GiB", "--components", "3"
-    assert command("pca", "x.zarr", *gpu).code == 0
+    assert command("pca", *x, *gpu).code == 0
 
 
 def test_a_failed_run_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:

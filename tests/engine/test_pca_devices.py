@@ -39,8 +39,9 @@ def matrix(dtype: str) -> Array:
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", ["exact", "randomized"])
 def test_components_do_not_depend_on_the_number_of_devices(
-    engine: str, dtype: str, verify: bool, source: str, tmp_path: Path
+    engine: str, dtype: str, verify: bool, source: str, method: str, tmp_path: Path
 ) -> None:
     x: Any = matrix(dtype)
     right = np.linalg.svd(x - x.mean(axis=0, dtype="f8"), compute_uv=False)[:3]
@@ -51,7 +52,7 @@ def test_components_do_not_depend_on_the_number_of_devices(
         zarr.create_array(tmp_path / "x.zarr", data=x, chunks=(16, 7))
         x = tmp_path / "x.zarr"
     with running_on(engine) as options:
-        given: dict[str, Any] = {"verify": verify, "scores": True} | MEMORY | options
+        given: dict[str, Any] = {"verify": verify, "scores": True, "method": method} | MEMORY | options
         found = [oocgemm.pca(x, 3, devices=devices, **given) for devices in SEVERAL]
     for one in found:
         same_bits(one, found[0])
@@ -60,10 +61,12 @@ def test_components_do_not_depend_on_the_number_of_devices(
         np.testing.assert_allclose(np.linalg.norm(one.scores, axis=0), right, rtol=1e-3)
 
 
-def test_means_fill_in_missing_elements_of_every_slice() -> None:
+@pytest.mark.parametrize("method", ["exact", "randomized"])
+def test_means_fill_in_missing_elements_of_every_slice(method: str) -> None:
     x = RNG.integers(0, 3, (ROWS, COLS)).astype("i1")
     x[RNG.random(x.shape) < 0.1] = -9
     given: dict[str, Any] = {"transform": Transform(missing=-9, center="k", scale="k"), "backend": "host"}
+    given |= {"method": method}
     one, *several = (
         oocgemm.pca(x, 4, iterations=30, devices=devices, **given) for devices in (None, "0,0", "0,0,0")
     )
@@ -111,9 +114,10 @@ def test_few_chunks_and_few_rows_need_no_second_device(tmp_path: Path) -> None:
 
 def test_a_dry_run_says_what_each_device_does() -> None:
     x = np.ones((4000, 100), "float32")
-    planned = oocgemm.pca(x, 2, devices="0,0", dry_run=True, backend="host")
-    assert (planned.slices, planned.devices, planned.rows) == (8, 2, 4000)
-    assert "8 slices of X, 2 at the same time" in str(planned)
-    assert planned.bytes_read == planned.passes * x.nbytes
+    for method in ("exact", "randomized"):
+        planned = oocgemm.pca(x, 2, devices="0,0", dry_run=True, backend="host", method=method)
+        assert (planned.slices, planned.devices, planned.rows) == (8, 2, 4000)
+        assert "8 slices of X, 2 at the same time" in str(planned)
+        assert planned.bytes_read == (planned.passes + planned.statistics) * x.nbytes
     with pytest.raises(InputError, match="unknown how many"):
         oocgemm.pca(x, 2, devices="all", dry_run=True, backend="cuda", device_memory="1GiB")

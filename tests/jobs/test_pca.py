@@ -19,6 +19,7 @@ from tests.support.backends_here import BACKENDS, running_on
 from tests.support.suite import each_value, examples
 
 Array = NDArray[Any]
+METHODS = ["exact", "randomized"]
 
 
 def low_rank(rows: int, cols: int, rank: int = 12, noise: float = 0.1, mean: float = 3.0) -> Array:
@@ -47,11 +48,12 @@ def check(found: oocgemm.PCA, changed: Array, k: int, rtol: float) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("center", [True, False])
-def test_components_are_those_of_an_exact_svd(backend: str, dtype: str, center: bool) -> None:
+@pytest.mark.parametrize("method", ["auto", "exact", "randomized"])
+def test_components_are_those_of_an_exact_svd(backend: str, dtype: str, center: bool, method: str) -> None:
     x = low_rank(300, 80).astype(dtype)
     wide = x.astype(np.float64)
     with running_on(backend) as options:
-        found = oocgemm.pca(x, 12, center=center, scores=True, tol=0, **options)
+        found = oocgemm.pca(x, 12, center=center, scores=True, tol=0, method=method, **options)
     check(found, wide - wide.mean(0) if center else wide, 12, 1e-6 if dtype == "float32" else 1e-12)
     np.testing.assert_allclose(found.mean, wide.mean(0) if center else 0, atol=1e-5)
     assert found.passes == 7
@@ -61,39 +63,47 @@ def test_components_are_those_of_an_exact_svd(backend: str, dtype: str, center: 
 @each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_transforms_are_those_of_the_elements(backend: str, order: Any) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_transforms_are_those_of_the_elements(backend: str, order: Any, method: str) -> None:
     x = np.abs(low_rank(200, 40)).astype(np.float32)
     wide = np.log1p(x.astype(np.float64))
     transform = oocgemm.Transform(log1p=True, scale="k")
     with running_on(backend) as options:
         given = np.asarray(x, order=order)
-        found = oocgemm.pca(given, 5, transform=transform, scores=True, iterations=9, **options)
+        how: dict[str, Any] = {"transform": transform, "iterations": 9, "method": method}
+        found = oocgemm.pca(given, 5, scores=True, **how, **options)
     check(found, (wide - wide.mean(0)) / wide.std(0), 5, 1e-6)
     np.testing.assert_allclose(found.mean, wide.mean(0), rtol=1e-6)
     np.testing.assert_allclose(found.scale, wide.std(0), rtol=1e-6)
 
 
+@each_value
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_missing_genotypes_become_means(backend: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rows", [240, 60])
+def test_missing_genotypes_become_means(backend: str, method: str, rows: int) -> None:
     rng = np.random.default_rng(2)
-    share = rng.uniform(0.1, 0.5, (3, 90))[np.arange(240) % 3]
+    share = rng.uniform(0.1, 0.5, (3, 90))[np.arange(rows) % 3]
     x = rng.binomial(2, share).astype(np.int8)
     x[rng.random(x.shape) < 0.05] = -1
     mean = np.ma.masked_equal(x, -1).mean(0).data
     z = np.where(x == -1, 0, x - mean) / np.sqrt(mean * (1 - mean / 2))
     transform = oocgemm.Transform(missing=-1, scale="hwe")
     with running_on(backend) as options:
-        found = oocgemm.pca(x, 2, transform=transform, scores=True, iterations=10, **options)
+        how: dict[str, Any] = {"transform": transform, "iterations": 10, "method": method}
+        found = oocgemm.pca(x, 2, scores=True, **how, **options)
     check(found, z, 2, 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_given_centers_need_not_be_means(backend: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_given_centers_need_not_be_means(backend: str, method: str) -> None:
     x = low_rank(150, 30).astype(np.float32)
     center, scale = np.arange(30.0) - 12, np.arange(30.0) % 4 + 1
     with running_on(backend) as options:
         transform = oocgemm.Transform(center=center, scale=scale)
-        found = oocgemm.pca(x, 4, transform=transform, scores=True, iterations=9, **options)
+        how: dict[str, Any] = {"transform": transform, "iterations": 9, "method": method}
+        found = oocgemm.pca(x, 4, scores=True, **how, **options)
     check(found, (x.astype(np.float64) - center) / scale, 4, 2e-6)
 
 
@@ -116,11 +126,12 @@ def test_large_means_do_not_hide_the_components() -> None:
 
 @settings(max_examples=examples(30, quick=8), deadline=None)
 @given(rows=st.integers(1, 30), cols=st.integers(1, 30), rank=st.integers(0, 5), data=st.data())
-def test_matrices_of_any_shape_and_rank(rows: int, cols: int, rank: int, data: Any) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_matrices_of_any_shape_and_rank(method: str, rows: int, cols: int, rank: int, data: Any) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x = (rng.integers(-2, 3, (rows, rank)) @ rng.integers(-2, 3, (rank, cols))).astype(np.float64)
     k = data.draw(st.integers(1, min(rows, cols)))
-    found = oocgemm.pca(x, k, center=False, backend="host", scores=True)
+    found = oocgemm.pca(x, k, center=False, backend="host", scores=True, method=method)
     exact = np.linalg.svd(x, compute_uv=False)
     np.testing.assert_allclose(found.singular_values, exact[:k], rtol=1e-9, atol=1e-6)
     np.testing.assert_allclose(found.components @ found.components.T, np.eye(k), atol=1e-9)
@@ -129,14 +140,16 @@ def test_matrices_of_any_shape_and_rank(rows: int, cols: int, rank: int, data: A
         np.testing.assert_allclose(found.scores @ found.components, x, atol=1e-6)
 
 
-def test_small_singular_values_are_accurate() -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_small_singular_values_are_accurate(method: str) -> None:
     rng = np.random.default_rng(8)
     left, right = (np.linalg.qr(rng.standard_normal((n, 30)))[0] for n in (400, 90))
     exact = 10.0 ** -np.linspace(0, 4, 30)
     x = (left * exact) @ right.T
-    wide = oocgemm.pca(x, 20, center=False, backend="host").singular_values
-    np.testing.assert_allclose(wide, exact[:20], rtol=1e-10)
-    narrow = oocgemm.pca(x.astype(np.float32), 20, center=False, backend="host").singular_values
+    given: dict[str, Any] = {"center": False, "backend": "host", "method": method}
+    wide = oocgemm.pca(x, 20, **given).singular_values
+    np.testing.assert_allclose(wide, exact[:20], rtol=1e-10 if method == "randomized" else 1e-9)
+    narrow = oocgemm.pca(x.astype(np.float32), 20, **given).singular_values
     np.testing.assert_allclose(narrow, exact[:20], rtol=1e-3)
 
 
@@ -156,7 +169,8 @@ def test_few_reads_suffice_if_singular_values_decay_slowly() -> None:
 
 def test_a_seed_repeats_every_bit() -> None:
     x = low_rank(200, 40).astype(np.float32)
-    first, again, other = (oocgemm.pca(x, 3, seed=seed, iterations=2, backend="host") for seed in (1, 1, 2))
+    given: dict[str, Any] = {"iterations": 2, "backend": "host", "method": "randomized"}
+    first, again, other = (oocgemm.pca(x, 3, seed=seed, **given) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first.components, again.components)
     assert (first.components != other.components).any()
 
@@ -180,21 +194,18 @@ def test_x_is_read_once_per_iteration(tmp_path: Path) -> None:
     with patch.object(pca_passes, "run_request", counted):
         oocgemm.pca(f"{tmp_path}/x.zarr", 5, iterations=4, tol=0, backend="host")
     assert read == 4 * x.nbytes
-    planned = oocgemm.plan_pca(f"{tmp_path}/x.zarr", 5, iterations=4, backend="host")
+    planned = oocgemm.plan_pca(f"{tmp_path}/x.zarr", 5, iterations=4, tol=0, backend="host")
     assert planned.bytes_read == read
     assert "X is read at most 4 times" in str(planned)
 
 
 def test_budgets_cover_the_matrices_between_passes(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.ones((20, 5000), np.float32))
+    given: dict[str, Any] = {"backend": "host", "device_memory": "64MiB", "method": "randomized"}
     for call in (oocgemm.plan_pca, oocgemm.pca):
         with pytest.raises(BudgetError, match="host memory 25 MiB cannot hold"):
-            cast(Any, call)(
-                tmp_path / "x.npy", 15, backend="host", device_memory="64MiB", host_memory="25MiB"
-            )
-    planned = oocgemm.plan_pca(
-        tmp_path / "x.npy", 15, backend="host", device_memory="64MiB", host_memory="32MiB"
-    )
+            cast(Any, call)(tmp_path / "x.npy", 15, host_memory="25MiB", **given)
+    planned = oocgemm.plan_pca(tmp_path / "x.npy", 15, host_memory="32MiB", **given)
     width = planned.pass_plan.problem.n
     assert planned.pass_plan.footprint.host_total >= pca_passes.MAX_MATRICES * 8 * 5000 * width
 

@@ -1,6 +1,7 @@
-"""`pca` says how far its components are from convergence, stops when they converged, and warns if not."""
+"""The randomized method of `pca` says how far components are from convergence, and when it stops."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from tests.support.command import command
 from tests.support.suite import each_value
 
 Array = NDArray[Any]
+pca = partial(oocgemm.pca, method="randomized")
 RNG = np.random.default_rng(5)
 
 
@@ -64,7 +66,7 @@ def test_residuals_are_those_of_the_components(
     x = MATRICES[name].astype(dtype)
     with running_on(engine) as options:
         for center in (True, False):
-            found = oocgemm.pca(x, 6, center=center, iterations=iterations, tol=0, **options)
+            found = pca(x, 6, center=center, iterations=iterations, tol=0, **options)
             assert found.residuals.shape == found.errors.shape == (6,)
             right = expected(changed_by(x, None, center=center), found)
             np.testing.assert_allclose(found.residuals, right, atol=2e-6 if dtype == "float32" else 1e-13)
@@ -75,7 +77,7 @@ def test_residuals_are_those_of_the_components(
 @pytest.mark.filterwarnings("ignore::oocgemm.DataWarning")
 def test_residuals_of_transformed_elements(center: bool, mean: float) -> None:
     x = (low_rank(300, 60, mean=0) + mean).astype(np.float32)
-    found = oocgemm.pca(x, 4, center=center, iterations=2, tol=0, backend="host")
+    found = pca(x, 4, center=center, iterations=2, tol=0, backend="host")
     np.testing.assert_allclose(
         found.residuals, expected(changed_by(x, None, center=center), found), atol=1e-5
     )
@@ -85,7 +87,7 @@ def test_residuals_of_transformed_elements(center: bool, mean: float) -> None:
             (x, oocgemm.Transform(scale="k")),
             (genotypes, oocgemm.Transform(missing=-1)),
         ):
-            found = oocgemm.pca(operand, 4, transform=transform, iterations=2, tol=0, backend="host")
+            found = pca(operand, 4, transform=transform, iterations=2, tol=0, backend="host")
             right = expected(changed_by(operand, transform, center=True), found)
             np.testing.assert_allclose(found.residuals, right, atol=1e-5)
 
@@ -100,7 +102,7 @@ def test_components_that_converged_are_near_the_exact_ones(name: str, dtype: str
     _, exact, right = np.linalg.svd(wide, full_matrices=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = oocgemm.pca(x, 6, iterations=200, tol=tol, backend="host")
+        found = pca(x, 6, iterations=200, tol=tol, backend="host")
     assert found.converged
     assert (found.errors < tol).all()
     assert 3 <= found.passes < 200
@@ -111,13 +113,13 @@ def test_components_that_converged_are_near_the_exact_ones(name: str, dtype: str
     # One pass less is not enough.
     if found.passes > 3:
         with pytest.warns(DataWarning, match="have not converged"):
-            oocgemm.pca(x, 6, iterations=found.passes - 1, tol=tol, backend="host")
+            pca(x, 6, iterations=found.passes - 1, tol=tol, backend="host")
 
 
 @pytest.mark.parametrize("shape", [(1200, 300), (100, 300)])
 def test_a_flat_spectrum_is_reported_by_default(shape: tuple[int, int]) -> None:
     with pytest.warns(DataWarning) as caught:
-        found = oocgemm.pca(flat(*shape), 20, backend="host")
+        found = pca(flat(*shape), 20, backend="host")
     assert len(caught) == 1
     wrong = (found.errors >= 0.01).sum()
     message = str(caught[0].message)
@@ -131,14 +133,14 @@ def test_the_remedies_of_the_warning_work() -> None:
     with pytest.warns(
         DataWarning, match=r"Pass more iterations, such as iterations=6 \(--iterations 6\), fewer"
     ):
-        oocgemm.pca(x, 8, iterations=3, backend="host")
+        pca(x, 8, iterations=3, backend="host")
     for k, more in ((8, {"iterations": 48}), (1, {"iterations": 9}), (8, {"iterations": 3, "tol": 100.0})):
-        assert oocgemm.pca(x, k, backend="host", **more).converged
+        assert pca(x, k, backend="host", **more).converged
 
 
 def test_without_a_tolerance_x_is_read_as_often_as_asked() -> None:
     for name, x in MATRICES.items():
-        found = oocgemm.pca(x, 6, tol=0, iterations=5, backend="host")
+        found = pca(x, 6, tol=0, iterations=5, backend="host")
         assert found.passes == 5, name
 
 
@@ -148,7 +150,7 @@ def test_equal_singular_values_converge() -> None:
         left, right = (np.linalg.qr(RNG.standard_normal((n, 30)))[0] for n in (90, 30))
         for x in ((left * values) @ right.T, np.diag(values)):
             for dtype in ("float32", "float64"):
-                found = oocgemm.pca(x.astype(dtype), 4, center=False, iterations=40, backend="host")
+                found = pca(x.astype(dtype), 4, center=False, iterations=40, backend="host")
                 assert found.converged
                 np.testing.assert_allclose(found.singular_values, values[:4], atol=1e-4)
 
@@ -156,7 +158,7 @@ def test_equal_singular_values_converge() -> None:
 def test_all_of_a_small_matrix_converges() -> None:
     for shape in ((5, 30), (30, 5), (1, 1), (1, 7), (7, 1)):
         x = RNG.standard_normal(shape)
-        found = oocgemm.pca(x, min(shape), center=False, backend="host")
+        found = pca(x, min(shape), center=False, backend="host")
         assert found.converged
         np.testing.assert_allclose(found.singular_values, np.linalg.svd(x, compute_uv=False), rtol=1e-9)
 
@@ -166,7 +168,7 @@ def test_a_killed_run_ends_after_the_same_pass(tmp_path: Path, passes: int) -> N
     x = MATRICES["slow"].astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     given: dict[str, Any] = {"scores": True, "backend": "host", "iterations": 30}
-    whole = oocgemm.pca(tmp_path / "x.npy", 6, **given)
+    whole = pca(tmp_path / "x.npy", 6, **given)
     assert 3 < whole.passes < 31
     run, made, out = running.run_request, 0, tmp_path / "p.zarr"
 
@@ -178,11 +180,11 @@ def test_a_killed_run_ends_after_the_same_pass(tmp_path: Path, passes: int) -> N
         return run(request)
 
     with patch.object(pca_passes, "run_request", killed), pytest.raises(KilledError):
-        oocgemm.pca(tmp_path / "x.npy", 6, out, **given)
+        pca(tmp_path / "x.npy", 6, out, **given)
     with pytest.raises(InputError, match="other arguments \\(tol\\)"):
-        oocgemm.pca(tmp_path / "x.npy", 6, out, resume=True, tol=0.02, **given)
+        pca(tmp_path / "x.npy", 6, out, resume=True, tol=0.02, **given)
     with patch.object(pca_passes, "run_request", side_effect=run) as counted:
-        found = oocgemm.pca(tmp_path / "x.npy", 6, out, resume=True, **given)
+        found = pca(tmp_path / "x.npy", 6, out, resume=True, **given)
     assert counted.call_count == whole.passes - passes  # the last one computes the scores
     for name in ("components", "singular_values", "residuals", "errors", "scores"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))
@@ -194,10 +196,10 @@ def test_a_killed_run_ends_after_the_same_pass(tmp_path: Path, passes: int) -> N
 def test_the_command_prints_residuals_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     np.save("x.npy", MATRICES["flat"])
-    line = "pca", "x.npy", "--components", "4", "--backend", "host"
+    line = "pca", "x.npy", "--components", "4", "--method", "randomized", "--backend", "host"
     done = command(*line[:2], "p.zarr", *line[2:])
     with pytest.warns(DataWarning):
-        found = oocgemm.pca("x.npy", 4, backend="host")
+        found = pca("x.npy", 4, backend="host")
     listed = ", ".join(f"{number:.2g}" for number in found.residuals)
     assert f"\nresiduals:       {listed}\n" in done.out
     assert done.err.count("have not converged after 6 iterations") == 1

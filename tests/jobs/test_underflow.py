@@ -1,6 +1,7 @@
 """Squares of very small elements are not lost: they are scaled by a power of two, or refused."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from oocgemm.errors import DataWarning, InputError
 from oocgemm.jobs import pca_passes
 from oocgemm.jobs.run import run_request
 from oocgemm.verbs import pca
-from tests.jobs.test_pca import low_rank
+from tests.jobs.test_pca import METHODS, low_rank
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
 from tests.support.suite import each_value
@@ -46,12 +47,16 @@ def relative(x: Array, factor: float, *, center: bool) -> Array:
 @each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("dtype", "factor"), SIZES)
-def test_components_do_not_depend_on_the_size_of_elements(engine: Engine, dtype: str, factor: float) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_components_do_not_depend_on_the_size_of_elements(
+    engine: Engine, dtype: str, factor: float, method: str
+) -> None:
     x = sized(dtype, factor)
     for center in (True, False):
         _, exact, right = np.linalg.svd(relative(x, factor, center=center), full_matrices=False)
         with running_on(engine) as options:
-            found = oocgemm.pca(x, 5, center=center, scores=True, verify=True, **options)
+            given: dict[str, Any] = {"center": center, "scores": True, "method": method}
+            found = oocgemm.pca(x, 5, verify=True, **given, **options)
         np.testing.assert_allclose(found.singular_values / factor, exact[:5], rtol=1e-5)
         np.testing.assert_allclose(abs((found.components * right[:5]).sum(1)), 1, rtol=1e-3)
         assert found.scores is not None
@@ -71,16 +76,20 @@ def test_components_do_not_depend_on_the_size_of_elements(engine: Engine, dtype:
     ],
 )
 @pytest.mark.parametrize("center", [True, False])
-def test_fourth_powers_of_singular_values_stay_in_range(dtype: str, factor: float, center: bool) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_fourth_powers_of_singular_values_stay_in_range(
+    dtype: str, factor: float, center: bool, method: str
+) -> None:
     x = sized(dtype, factor)
     exact = np.linalg.svd(relative(x, factor, center=center), compute_uv=False)
-    found = oocgemm.pca(x, 5, center=center, backend="host")
+    found = oocgemm.pca(x, 5, center=center, backend="host", method=method)
     np.testing.assert_allclose(found.singular_values / factor, exact[:5], rtol=1e-5)
     assert found.converged
     assert (found.residuals < 1e-3).all()
     # Residuals are not lost either: with one pass, there are some.
+    given: dict[str, Any] = {"iterations": 1, "oversampling": 0, "method": "randomized"}
     with pytest.warns(DataWarning, match="have not converged after 1 iterations"):
-        first = oocgemm.pca(x, 5, center=center, backend="host", iterations=1, oversampling=0)
+        first = oocgemm.pca(x, 5, center=center, backend="host", **given)
     assert (first.residuals > 0).any()
     assert np.isfinite(first.residuals).all()
 
@@ -97,7 +106,7 @@ def test_scales_that_make_elements_large_or_small_are_counted() -> None:
 def test_nan_has_not_converged() -> None:
     eigenvalues = np.array([2.0, 1.0])
     with np.errstate(invalid="ignore"):
-        found = pca_passes._ritz(np.eye(3)[:, :2], np.full((3, 2), np.nan), eigenvalues, 1e-16)
+        found = pca_passes.ritz(np.eye(3)[:, :2], np.full((3, 2), np.nan), eigenvalues, 1e-16)
     assert np.isnan(found.errors).all()
     result = oocgemm.pca(X, 2, backend="host")
     text = pca._unconverged(replace(result, errors=np.array([0.0, np.nan])), 6, 0.01)
@@ -109,7 +118,8 @@ def test_nan_has_not_converged() -> None:
 @each_value
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("change", ["scale", "missing", "given", "log1p"])
-def test_components_of_transformed_elements(order: Any, change: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_components_of_transformed_elements(order: Any, change: str, method: str) -> None:
     factor = 1e-26
     x = np.asarray(np.abs(X) * factor, np.float32, order=order)
     transform = {
@@ -123,7 +133,7 @@ def test_components_of_transformed_elements(order: Any, change: str) -> None:
         wide = wide / wide.std(0) / factor
     if change == "given":
         wide = (wide - 1) / 2
-    found = oocgemm.pca(x, 5, transform=transform, backend="host")
+    found = oocgemm.pca(x, 5, transform=transform, backend="host", method=method)
     exact = np.linalg.svd(wide, compute_uv=False)
     np.testing.assert_allclose(found.singular_values / factor, exact[:5], rtol=1e-5)
 
@@ -137,10 +147,15 @@ def test_scores_of_short_elements_with_missing_ones(dtype: str) -> None:
 
 
 def test_zeros_stay_zeros() -> None:
-    found = oocgemm.pca(np.zeros((20, 9), np.float32), 3, backend="host")
-    np.testing.assert_array_equal(found.singular_values, 0)
-    with pytest.raises(InputError, match="column 3 of X has elements that are NaN or Inf"):
-        oocgemm.pca(np.where(np.arange(9) == 3, np.inf, np.zeros((20, 9), np.float32)), 3, backend="host")
+    for method, center in product(METHODS, (True, False)):
+        given: dict[str, Any] = {"backend": "host", "method": method, "center": center}
+        found = oocgemm.pca(np.zeros((20, 9), np.float32), 3, **given)
+        np.testing.assert_array_equal(found.singular_values, 0)
+        assert found.converged
+        for wrong in (np.inf, np.nan):
+            x = np.where(np.arange(9) == 3, wrong, np.zeros((20, 9), np.float32))
+            with pytest.raises(InputError, match="column 3 of X has elements that are NaN or Inf"):
+                oocgemm.pca(x, 3, **given)
 
 
 def test_a_scaled_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:

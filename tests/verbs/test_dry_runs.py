@@ -33,7 +33,7 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], int]]] = {
     "cov": [((X,), {"ddof": 0}, 1)],
     "similarity": [((X,), {"topk": 2}, 1), ((X,), {"threshold": 0.9, "metric": "dot"}, 1)],
     "grm": [((X,), {}, 1), ((X,), {"pairwise": True, "method": "vanraden", "missing": None}, 2)],
-    "pca": [((X, 2), {"iterations": 3, "scores": True}, 1)],
+    "pca": [((X, 2), {"iterations": 3, "scores": True}, 1), ((X, 2), {"method": "exact"}, 1)],
     "kernel_matmul": [((X, V), {"gamma": 0.5}, 1), ((X, np.ones((40, 2)), X), {"gamma": 0.5}, 1)],
     "reduce": [
         ((X,), {"to": oocgemm.Reduce("sum")}, 1),

@@ -1,0 +1,153 @@
+"""The exact components of X: eigenvectors of its smaller Gram matrix, which one pass over X computes.
+
+With singular values S, left singular vectors U and right ones V, the transformed matrix is X = U S V^T. So
+X^T X = V S^2 V^T, and X X^T = U S^2 U^T. For an X with more columns than rows, V S = X^T U takes one more
+pass.
+
+*Rounding.* If the Gram matrix G has the error E, an eigenvalue s^2 has the error v^T E v. The rounding errors
+of most sums of products are random. But all terms of a sum of squares are positive, and if they are equal,
+their errors are equal too. So the diagonal of G may have relative errors of `_bias` units of rounding, which
+was measured for OpenBLAS and columns of two values. BLAS adds some hundred products at a time, and then their
+sums. In units of rounding, the error of s^2 is estimated to be at most
+``_bias * sum of v_i^2 G_ii + NOISE * s_1^2``, and that of s is this number divided by 2 s.
+
+If the error of s may be above MAX_ERROR times s_1, or that of s^2 above MAX_SHARE times s^2, a Gram matrix in
+this precision *hides* the component. This happens in float32 if s is below some 0.01 to 0.1 of s_1, and in
+float64 if it is below 1e-6. Such components are refined by further passes (`oocgemm.jobs.pca_passes`), which
+begin with the components found so far. Rounding errors of these passes are relative to s_1 s, not to s_1^2.
+
+*Which method.* The clock predicts the time of the Gram matrix, and that of a pass of the randomized method.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import BudgetError
+from oocgemm.jobs import eigen
+from oocgemm.jobs.pca_passes import MAX_MATRICES, PcaPasses, PcaState, Ritz, Subspace, completed, ritz
+from oocgemm.jobs.run import Plan
+from oocgemm.planning.tiling import ceil_div
+from oocgemm.planning.units import ceil_size, format_size
+from oocgemm.stores import Array
+
+# Maximum error of a singular value, relative to s_1, and of its square, relative to itself. If errors may be
+# larger, components are refined.
+MAX_ERROR, MAX_SHARE = 1e-5, 0.01
+# Random errors of an eigenvalue of G, relative to s_1^2, in units of rounding.
+NOISE = 4
+# Number of products that BLAS adds before it adds their sum to C.
+DEPTH = 256
+# Estimated number of passes of the randomized method, and the rate at which the host decomposes G in flop/s.
+PASSES, RATE = 4, 2e10
+
+
+def found_by(passes: PcaPasses, state: PcaState, k: int, seed: int) -> PcaState:
+    """Return the state after the pass that computes the Gram matrix, with the first k components.
+
+    The errors of components that the Gram matrix hides are 1: nothing is known about their angles.
+    """
+    state, gram = passes.gram(state)
+    values, vectors = eigen.largest(gram, k, passes.columns, seed)
+    found = ritz(vectors, gram @ vectors, values, float(np.finfo(np.float64).eps))
+    if passes.gram_dtype == passes.dtype:
+        hidden = _hidden(gram, found, max(passes.matrix.shape), passes.gram_dtype)
+        found = replace(found, errors=np.where(hidden, 1.0, found.errors))
+    del gram
+    count = state.subspace.passes
+    if not passes.is_tall:
+        found, count = _turned(found, passes.turned(state, found.components)), count + 1
+    subspace = Subspace(completed(found.components, passes.columns), passes=count, found=found)
+    return replace(state, subspace=subspace, exact=True)
+
+
+def _hidden(gram: Array, found: Ritz, length: int, dtype: np.dtype[Any]) -> Array:
+    """Return which components rounding errors of the Gram matrix hide. Its elements sum `length` products."""
+    squares = np.square(found.values)
+    largest = squares.max(initial=0)
+    if not largest:
+        return np.zeros(len(squares), bool)
+    share = np.square(found.components).T @ gram.diagonal() / largest
+    error = float(np.finfo(dtype).eps) * (_bias(length) * share + NOISE)  # of s^2 / s_1^2
+    # An error of s^2 that is larger than s^2 may be all of s^2.
+    of_value = error / (2 * np.sqrt(np.maximum(squares / largest, error / 4)))
+    of_square = (squares > 0) & (error * largest > MAX_SHARE * squares)
+    return np.asarray((of_value > MAX_ERROR) | of_square)
+
+
+def _bias(length: int) -> float:
+    return DEPTH / 4 + length / (64 * DEPTH)
+
+
+def _turned(found: Ritz, product: Array) -> Ritz:
+    """Return the right singular vectors, given the left ones U, in `found`, and the product X^T U."""
+    right, triangle = np.linalg.qr(product)
+    right *= np.where(np.diagonal(triangle) < 0, -1.0, 1.0)
+    # X^T X v - s^2 v is X^T r / s, if r is the residual of u.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.where(found.values > 0, found.values[0] / found.values, 1.0)
+    return replace(found, components=right, residuals=found.residuals * factors)
+
+
+def choose(
+    passes: PcaPasses, method: str, iterations: int, tol: float, *, running: bool
+) -> tuple[bool, Plan]:
+    """Return whether the exact method is used, and the plan of the first pass.
+
+    With "auto", it is the method that is predicted to be faster. `running` tells whether X will be
+    multiplied, and not only planned. Raises `BudgetError` if the budgets are too small for the method.
+    """
+    makers: dict[bool, Callable[..., Plan]] = {True: _planned, False: PcaPasses.plan}
+    wanted = [True, False] if method == "auto" else [method == "exact"]
+    if method == "auto" and (not tol or iterations < passes.gram_reads):
+        wanted = [False]  # without a tolerance, X is read as often as `iterations` says
+    plans, failure = dict[bool, Plan](), None
+    for exact in wanted:
+        try:
+            plans[exact] = makers[exact](passes, running=running)
+        except BudgetError as error:
+            failure = error
+    if not plans:
+        assert failure is not None
+        raise failure
+    if len(plans) == 2:
+        read = _waves(passes) * plans[False].prediction.total
+        exact = _seconds(passes, plans[True], read) <= min(PASSES, iterations) * read
+    else:
+        (exact,) = plans
+    return exact, plans[exact]
+
+
+def _planned(passes: PcaPasses, *, running: bool) -> Plan:
+    """Return the plan of the Gram matrix. Raises `BudgetError` if its decomposition needs too much memory."""
+    plan = passes.plan_gram(running=running)
+    rows, cols = passes.matrix.shape
+    whole, vectors = 8 * min(rows, cols) ** 2, MAX_MATRICES * 8 * cols * passes.columns
+    unified, budgets, used = passes.backend == "host", plan.budgets, plan.footprint
+    during = used.host_total + unified * used.device_total + (1 + (len(passes.slices) > 1)) * whole
+    needed = max(during, eigen.MAX_MATRICES * whole + vectors)
+    budget = budgets.host + unified * budgets.device
+    if needed > budget:
+        raise BudgetError(
+            f"method = 'exact' needs {format_size(needed)} of host memory, for a Gram matrix of "
+            f"{min(rows, cols)} x {min(rows, cols)} and its eigenvectors, and the budget is "
+            f"{format_size(budget)}: pass memory={ceil_size(needed)!r} (--memory), or method='randomized' "
+            "(--method randomized)",
+            least=needed,
+        )
+    return plan
+
+
+def _waves(passes: PcaPasses) -> int:
+    """Return how many slices of X a device multiplies, one after the other."""
+    return ceil_div(len(passes.slices), passes.sessions)
+
+
+def _seconds(passes: PcaPasses, gram: Plan, read: float) -> float:
+    """Predict the time of the exact method. `read` is that of a pass of the randomized one."""
+    others = passes.reads_means + passes.gram_reads - 1  # each takes about as long as a pass
+    multiplied = gram.prediction.total * (_waves(passes) if passes.is_tall else 1)
+    decomposed = eigen.flops(min(passes.matrix.shape), passes.columns) / RATE
+    return multiplied + decomposed + others * read
