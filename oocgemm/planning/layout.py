@@ -33,7 +33,6 @@ from math import gcd, inf, prod
 from typing import Any, ClassVar
 
 from oocgemm.planning.cost.machine import (
-    BOTH_WAYS,
     CODEC_WORKERS,
     DIGEST_SECONDS_PER_BYTE,
     INSTANT,
@@ -531,10 +530,7 @@ class Route:
         return link
 
     def staged(self, machine: MachineModel, size: float, block: Shape) -> float:
-        """Return the seconds for which the host copies a block of `size` bytes to or from pinned memory.
-
-        That is while it copies in both directions.
-        """
+        """Return the seconds for which the host copies a block of `size` bytes to or from pinned memory."""
         return 0.0
 
 
@@ -589,7 +585,7 @@ class Ringed(Route):
         return min(link, self.layout.copy_rate(machine, block))
 
     def staged(self, machine: MachineModel, size: float, block: Shape) -> float:
-        return size / (BOTH_WAYS * self.layout.copy_rate(machine, block))
+        return size / self.layout.copy_rate(machine, block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from oocgemm.planning.cost.footprint import Candidate, extents
 from oocgemm.planning.cost.loads import cached, cached_of_lines
-from oocgemm.planning.cost.machine import BOTH_WAYS
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.streams import MAX_AHEAD, ClockState, Load, Streams, Strip
 from oocgemm.planning.schedule.operation import Slots
@@ -319,23 +318,13 @@ class _Clock:
             lanes |= {"encode": s.busy["write"], "write": 0.0}
         # The old C and panels are loaded at the same time, on different streams, but over the same link and
         # from the same storage.
-        shared = max(*(s.busy[lane] for lane in ("read", "decode", "h2d")), self._staged())
+        shared = max(s.busy[lane] for lane in ("read", "decode", "h2d", "staged"))
         streams = s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write)
         total = max(streams, shared)
         multiplied = s.base + s.multiplied
         tail = total - multiplied
         bubbles = multiplied - s.first_start - s.busy["compute"]
         return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total, streams, s.ran)
-
-    def _staged(self) -> float:
-        """Return the least seconds in which the host copies all blocks of pageable arrays.
-
-        Before the first Multiply it only uploads, and after the last Upload it only downloads. In this time
-        it copies at the rate of one direction.
-        """
-        s = self.streams
-        alone = max(0.0, s.first_start) + max(0.0, s.d2h - s.h2d)
-        return s.busy["staged"] + (1 - 1 / BOTH_WAYS) * alone if s.busy["staged"] else 0.0
 
     def run_listed(self, tiles: Sequence[Tile]) -> None:
         """Run tiles of a square cover one by one. Skip those that repeat the tiles of the period before."""

@@ -29,9 +29,6 @@ INSTANT = 1e15
 # Maximum number of threads that copy between pageable arrays and pinned buffers. On hosts of H100s with 16
 # cores, 12 threads were up to 10% slower than 8 for uploads, and 20% faster for downloads.
 MAX_COPY_THREADS = 12
-# Rate of these copies in both directions together, relative to one direction. On the hosts of H200s with 16
-# cores, a plain loop in C copied 51 to 53 GB/s in one direction, and 73 to 90 GB/s in both together.
-BOTH_WAYS = 1.4
 # Names of kernel rates, each with the dtype of A and B and the value of `compute` that it applies to.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
@@ -104,8 +101,7 @@ class MachineModel:
     - `h2d`, `d2h`: copies from host to device, and from device to host.
     - `read`: reads of whole chunks. `read_scattered`: reads of half of each chunk's columns.
     - `decode`: output of the decoders. `write`: writes to storage.
-    - `memory`: copies between arrays in host memory and slots or pinned buffers, by `copy_threads` threads,
-      in one direction.
+    - `memory`: copies between arrays in host memory and slots or pinned buffers, by `copy_threads` threads.
     - `remote`: of all requests to one array in an object store together; `connection`: of one of them.
     - `prepare`: input of the kernels that split panels into residue planes, for emulated products, or that
       transform them. `select`: input of the kernel that selects the largest elements of rows of C.
