@@ -93,6 +93,7 @@ CALLS: Mapping[str, Call] = {
         lambda found: found.singular_values,
         lambda x: np.linalg.svd(x - x.mean(axis=0), compute_uv=False)[:3],
         tiles=False,
+        method="randomized",  # the exact method has one pass, so there is none to resume after
         k=3,
         tol=1e-9,
         oversampling=2,
