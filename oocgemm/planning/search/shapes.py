@@ -36,7 +36,7 @@ Shape = tuple[TileShape, int]
 Ranked = tuple[float, TileShape, int]
 # Numbers of tile rows to try. Numbers above MANY are only tried if a row of tiles takes at least the part
 # 1 / MIN_PART of the device memory. Tiles are as wide as memory permits, divided by each of WIDTHS.
-COUNTS, MANY, MIN_PART = (1, 2, 4, 8, 16, 32, 64, 128), 16, 32
+COUNTS, MANY, MIN_PART = (1, 2, 3, 4, 8, 16, 32, 64, 128), 16, 32
 WIDTHS = (1, 2, 4)
 # Numbers of strips of C to try if A, B and C are pinned. If memory is scarce, only many strips fit.
 STRIP_COUNTS = (8, 16, 32)

@@ -4,9 +4,10 @@ Each kind of slot gets the minimum that the schedule needs. The memory left over
 are used again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import ceil, prod
+from typing import Any
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
@@ -134,58 +135,57 @@ def slot_counts(
         0 if base.host_b == 0 else size["host", "B"] + checks[1],
     )
     ordered = problem.sink.merge == ORDERED
+    caches = down * across > 0 and setting.host_caches_panels
     for axis in (0, 1) if min(down, across) > 1 else (0,):
         # Sums of rows are added in ascending order of columns, on any number of devices.
         traversal = Traversal(axis, turns=axis == 1 or not ordered)
         if ordered and not traversal.ascends:
             continue
-        lines = down, across, steps, axis
-        a, b = _filled(base.a, base.b, free, *device, *lines, ahead=not machine.unified)
-        lean = Candidate(tile, replace(base, a=a, b=b), traversal, io_threads)
+        # The panels that are used again soonest get memory first: those of a tile row (axis 0) or of a tile
+        # column (axis 1), then all panels of the other operand.
+        lines, others = grid.shape[axis], grid.shape[1 - axis]
+        line = axis, steps if others > 1 else 0
+        passing = 1 - axis, others * steps if lines > 1 else 0
+        # The panels of the next line get the rest, so that they are loaded before it begins. The clock sees
+        # no gain, but on an H200, an int8 product took 54 ms with these slots and 60 ms without them (same
+        # tiles).
+        ahead = axis, 2 * steps if min(lines, others) > 1 and not machine.unified else 0
+        counts = _filled((base.a, base.b), free, device, (line, passing, ahead))
+        lean = Candidate(tile, replace(base, a=counts[0], b=counts[1]), traversal, io_threads)
         least = bound(prices, lean)
+        yield least, lean
         # More panels in host slots save reads, but the first uses of the slots cause page faults.
-        if down * across and setting.host_caches_panels:
-            host_a, host_b = _filled(base.host_a, base.host_b, host_free, *on_host_bytes, *lines)
-            caching = replace(lean, slots=replace(lean.slots, host_a=host_a, host_b=host_b))
+        if not caches:
+            continue
+        on_host = base.host_a, base.host_b
+        if counts[axis] >= line[1]:
+            orders: tuple[Any, ...] = (((line, passing, ahead), (passing,)),)
+        else:
+            orders = ((line, passing, ahead), (line, passing)), ((passing, line), (line, passing))
+        for first, second in orders:
+            a, b = _filled((base.a, base.b), free, device, first)
+            host_a, host_b = _filled(on_host, host_free, on_host_bytes, second)
+            caching = replace(lean, slots=replace(base, a=a, b=b, host_a=host_a, host_b=host_b))
             seconds = bound(prices, caching)
             if seconds < least:
+                least = seconds
                 yield seconds, caching
-        yield least, lean
 
 
 def _filled(
-    a: int,
-    b: int,
-    free: int,
-    a_size: int,
-    b_size: int,
-    down: int,
-    across: int,
-    steps: int,
-    axis: int,
-    *,
-    ahead: bool = False,
+    counts: tuple[int, int], free: int, sizes: tuple[int, int], wanted: Iterable[tuple[int, int]]
 ) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `a` and `b` are the minimum numbers of slots. The panels that are used again soonest get memory first:
-    those of a tile row (axis 0) or of a tile column (axis 1), then all panels of the other operand. With
-    `ahead`, the panels of the next row or column get the rest, so that they are loaded before it begins. The
-    clock sees no gain, but on an H200, an int8 product took 54 ms with these slots and 60 ms without them
-    (same tiles).
+    `counts` are the minimum numbers. Each of `wanted` is an operand (0 or 1) and a number of its slots.
     """
-    if axis == 1:
-        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, 0, ahead=ahead)
-        return a, b
-    if across > 1 and a_size:
-        more = max(0, min(steps - a, free // a_size))
-        a, free = a + more, free - more * a_size
-    if down > 1 and b_size:
-        more = max(0, min(across * steps - b, free // b_size))
-        b, free = b + more, free - more * b_size
-    if ahead and min(down, across) > 1 and a_size:
-        a += max(0, min(2 * steps - a, free // a_size))
-    return a, b
+    found = list(counts)
+    for operand, count in wanted:
+        if count > found[operand] and sizes[operand]:
+            more = min(count - found[operand], max(0, free // sizes[operand]))
+            found[operand] += more
+            free -= more * sizes[operand]
+    return found[0], found[1]
 
 
 def _draining(prices: Prices, memory: FreeMemory, base: Slots) -> Slots:
