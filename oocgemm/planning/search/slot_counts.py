@@ -4,10 +4,9 @@ Each kind of slot gets the minimum that the schedule needs. The memory left over
 are used again.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, prod
-from typing import Any
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
@@ -104,6 +103,10 @@ class FreeMemory:
         return device, host
 
 
+# Operands (0 or 1), each with a number of slots for its panels, in the order in which they get memory.
+Wanted = tuple[tuple[int, int], ...]
+
+
 def slot_counts(
     prices: Prices, tile: TileShape, c: int, io_threads: int
 ) -> Iterator[tuple[float, Candidate]]:
@@ -159,7 +162,7 @@ def slot_counts(
             continue
         on_host = base.host_a, base.host_b
         if counts[axis] >= line[1]:
-            orders: tuple[Any, ...] = (((line, passing, ahead), (passing,)),)
+            orders: tuple[tuple[Wanted, Wanted], ...] = (((line, passing, ahead), (passing,)),)
         else:
             orders = ((line, passing, ahead), (line, passing)), ((passing, line), (line, passing))
         for first, second in orders:
@@ -172,12 +175,10 @@ def slot_counts(
                 yield seconds, caching
 
 
-def _filled(
-    counts: tuple[int, int], free: int, sizes: tuple[int, int], wanted: Iterable[tuple[int, int]]
-) -> tuple[int, int]:
+def _filled(counts: tuple[int, int], free: int, sizes: tuple[int, int], wanted: Wanted) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `counts` are the minimum numbers. Each of `wanted` is an operand (0 or 1) and a number of its slots.
+    `counts` are the minimum numbers.
     """
     found = list(counts)
     for operand, count in wanted:
