@@ -22,7 +22,7 @@ from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.timeline import Span
 from tests.support.fake_cuda import Device, fake_cuda
 from tests.support.problems import integers
-from tests.support.suite import each_value
+from tests.support.suite import each_value, examples
 
 rng = np.random.default_rng(0)
 SHAPE = (230, 310)
@@ -79,7 +79,7 @@ def test_products_are_exact(tmp_path: Path, codec: str, trans: Any) -> None:
     a = values.T if trans == "T" else values
     b = integers(rng, (a.shape[1], 70), "float64")
     place = stored(tmp_path, values, codec)
-    for seed in range(3):
+    for seed in range(examples(3, quick=1)):
         with decoding_gpu(seed):
             result = oocgemm.gemm(place, b, trans_a=trans, tile="70x40x90", backend="cuda", kernel="cublas")
         np.testing.assert_array_equal(result.out, a @ b)

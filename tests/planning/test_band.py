@@ -32,7 +32,7 @@ from tests.support.products import product_of
 from tests.support.schedule_check import verify
 from tests.support.simulate import simulate
 from tests.support.simulator import Simulator
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 PLAIN = InMemory(itemsize=4, zero_copy_width=8192)
 LAYOUTS = Layouts(PLAIN, PLAIN, InMemory())
@@ -137,6 +137,7 @@ def test_the_estimate_of_loads_is_near_the_count() -> None:
     assert len(off) <= 6, off
 
 
+@each_value
 @pytest.mark.parametrize(("n", "width"), [(20_000, 50), (200_000, 2_000), (30_000, 29_999)])
 @pytest.mark.parametrize("backend", ["cuda", "host"])
 def test_no_tile_that_is_given_by_hand_is_much_faster(backend: str, n: int, width: int) -> None:

@@ -135,7 +135,7 @@ def test_the_simulator_detects_an_omitted_wait_of_a_gram_matrix() -> None:
     p = problem(6, 6, beta=1)
     grid = TileGrid.of(p, TileShape(2, 2, 2), strip=1)
     schedule = Schedule(p, grid, Triangle().order(3, 1, 2), Slots(a=2, b=0, host_a=2, host_b=0, strip=1))
-    dropped = range(0, sum(len(waits) for _, waits in waits_of(schedule)), 13)
+    dropped = range(0, sum(len(waits) for _, waits in waits_of(schedule)), 29)
     caught = 0
     for wait in dropped:
         for seed in range(12):

@@ -7,7 +7,7 @@ import pytest
 from tests.support.store_cases import WARNINGS, run_all
 from tests.support.suite import thinned
 
-CASES, QUICK_CASES, BATCH = 2000, 100, 50
+CASES, QUICK_CASES, BATCH = 2000, 50, 50
 
 
 @pytest.mark.filterwarnings(*WARNINGS)

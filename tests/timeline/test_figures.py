@@ -293,9 +293,9 @@ def test_a_log_larger_than_its_memory_reads_back_whole(room: bool, monkeypatch: 
     recorder = Recorder({})
     tracemalloc.start()
     traced = []
-    for number in range(40 * log.FLUSH_LINES):
+    for number in range(20 * log.FLUSH_LINES):
         recorder.add(span(number, "read", "read", 1000 * number, 1000 * number + 900, size=4096))
-        if number in (20 * log.FLUSH_LINES, 40 * log.FLUSH_LINES - 1):
+        if number in (10 * log.FLUSH_LINES, 20 * log.FLUSH_LINES - 1):
             traced.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert (traced[1] < traced[0] + 20_000) == room
