@@ -238,14 +238,18 @@ def test_what_the_page_cache_does_not_contain_is_left_to_python(
             os.preadv(file.fileno(), [bytearray(8)], 0, os.RWF_NOWAIT)
         except OSError:
             pytest.skip("this file system cannot say what is in the page cache")
-    for path in paths[:7]:
-        with OpenFile(path) as opened:
-            os.fsync(opened.descriptor)
-            os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            if opened.cached([0]):
-                pytest.skip("this file system does not evict pages on demand")
-    for _ in range(2):  # the first time, Python loads it into the page cache
-        np.testing.assert_array_equal(read(matrix), values)
+    for _ in range(5):  # an attempt starts readahead, which may end before the attempt on a busy machine
+        unread.clear()
+        for path in paths[:7]:
+            with OpenFile(path) as opened:
+                os.fsync(opened.descriptor)
+                os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                if opened.cached([0]):
+                    pytest.skip("this file system does not evict pages on demand")
+        for _ in range(2):  # the first time, Python loads it into the page cache
+            np.testing.assert_array_equal(read(matrix), values)
+        if unread[0] == min(7, len(paths)):
+            break
     assert unread == [min(7, len(paths)), 0]
 
 
