@@ -44,7 +44,7 @@ _OWN = {
     "info": ("measuring:info", "Show what is installed, how fast it is, and what is missing."),
     "logs": ("queue:logs", "Show what a job has printed."),
     "pause": ("queue:pause", "Stop running jobs so that other jobs can run."),
-    "pca": ("statistics:pca", "Find the principal components of X, which is read once per iteration."),
+    "pca": ("statistics:pca", "Find the principal components of X, by one read of X where that is faster."),
     "plan": ("products:plan", "Show how a product would be computed."),
     "queue": ("queue:queue", "List the jobs of a service."),
     "release": ("queue:release", "Let held jobs start."),

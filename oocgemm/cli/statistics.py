@@ -152,7 +152,7 @@ def pca(
     components: int,
     **options: Any,
 ) -> None:
-    """Find the principal components of X, which is read once per iteration.
+    """Find the principal components of X, by one read of X where that is faster.
 
     X has samples as rows and features as columns, and may be larger than memory. It is the path or URL of a
     zarr array, or the path of a .npy file or an HDF5 dataset. OUT is the path of a new zarr group, with the
