@@ -16,8 +16,8 @@ from oocgemm.stores import Array
 
 # The space has at most 1 / SHARE of the dimensions of S. Usually, BLOCKS blocks are enough.
 SHARE, BLOCKS = 3, 12
-# An eigenvector v with the eigenvalue a has converged if |S v - a v| is at most this share of the largest
-# eigenvalue.
+# An eigenvector v with the eigenvalue a has converged if |S v - a v| is at most RESIDUAL times the largest
+# eigenvalue of S.
 RESIDUAL = 2.0**-43
 # Matrices of the size of S in float64 that exist at the same time: S, and what LAPACK needs.
 MAX_MATRICES = 5

@@ -443,9 +443,9 @@ def _wide(problem: GemmProblem) -> GemmProblem:
 
 def _rows(x: Matrix, rows: Range | None) -> Matrix:
     """Return the matrix of these rows of X, or X if `rows` is None."""
-    whole = None if rows is None else stores.in_memory(x)
     if rows is None:
         return x
+    whole = stores.in_memory(x)
     return RowsMatrix(x, rows) if whole is None else stores.open_matrix("X", whole[slice(*rows)])
 
 

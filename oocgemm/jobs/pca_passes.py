@@ -90,8 +90,8 @@ MARGIN = 2.0**46
 MIN_PRODUCT, MAX_PRODUCT = 2.0**-400, 2.0**400
 # Number of slices of X if several devices multiply it, unless X has fewer rows of chunks.
 SLICES = 8
-# Maximum number of products that a float32 sum of the Gram matrix has. Their rounding errors are at most some
-# 1e-5 of the sum.
+# On the CPU, the Gram matrix is computed in float32 if each element is a sum of at most MAX_NARROW products.
+# Rounding then changes a sum of squares by about 1e-5 of its value, at most.
 MAX_NARROW = 1 << 20
 # Dtypes in which X is multiplied.
 DTYPES = ("float32", "float64")
@@ -478,7 +478,7 @@ class PcaPasses:
         return Request(a=x, b=x, c=Destination.parse(None), into=Gram()).with_options(**self._options)
 
     def turned(self, state: PcaState, left: Array) -> Array:
-        """Return Xc^T `left`, by one more read of X, in float64."""
+        """Return the product of Xc^T and `left`, in float64. It reads X once more."""
         each, b = self._each(state, self.gram_dtype), left.astype(self.gram_dtype)
         x = Source(stores.located("X", self._x), Op.T, each, of_lines=True)
         request = Request(a=x, b=Source(b), c=Destination.parse(None))

@@ -233,10 +233,10 @@ def pca(
         saved = load_state(path, identity, resume=resume)
     elif resume:
         raise InputError("a run can be resumed only if its result is saved: pass out, or drop resume")
-    exact = method == "exact" if saved is None else saved.exact
+    exact = saved is not None and saved.exact
     if saved is None and method != "randomized":
         exact, _ = choose(passes, method, iterations, tol, running=True)
-    state = passes.begin(seed, centered=exact)
+    state = passes.begin(seed, centered=exact and saved is None)
     state = saved or state
     while not _ends(state, k, iterations, tol):
         logger.info("pass %d of at most %d over X", state.subspace.passes + 1, iterations)

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Time principal components of a matrix on disk, with other libraries and with oocgemm.
+"""Time principal components of a matrix on disk and in memory, with other libraries and with oocgemm.
 
     python scripts/bench/bench_pca.py --rounds 3
-    python scripts/bench/bench_pca.py --backend cuda --rows 200000 --cols 20000
+    python scripts/bench/bench_pca.py --backend cuda --rows 200000 --components 20
 
 The matrix has singular values that decay as 1 / sqrt(i), plus noise, and columns with other means. It is a
-.npy file, which the page cache holds. On the CPU, scikit-learn and dask are compared, and on a GPU cupy in
-core. Each contender has a process of its own, in turns, and reports the seconds
-of one call, which is not its first, the memory that the call took at most, beyond what the process had
-before, and the largest relative error of the singular values. The exact ones are those of X^T X in float64.
-Contenders that are not installed are left out.
+.npy file and a zarr array with default chunks and compression, both of which the page cache holds. On the
+CPU, NumPy, scikit-learn and dask are compared, and on a GPU cupy and torch in core. Each contender has a
+process of its own, in turns. It makes two calls, and reports of the second one the seconds, the memory that
+it took at most, beyond what the process had before, and the maximum error of the singular values relative to
+the first one. The exact values are those of X^T X in float64. Contenders that are not installed are left out.
 """
 
 import importlib.util
@@ -20,11 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+import zarr
 from keeping import keep, output
 from numpy.typing import NDArray
 
@@ -76,14 +78,48 @@ def _dask_compressed(path: str, k: int, backend: str) -> Array:
     return np.asarray(values.compute())
 
 
-def _ours(path: str, k: int, backend: str) -> Array:
-    options: dict[str, Any] = {} if backend == "cuda" else {"memory": MEMORY}
+@cache
+def _loaded(path: str) -> Array:
+    """Return the matrix in memory. Only the first call, which is not counted, reads it."""
+    return np.asarray(np.load(path))
+
+
+def _numpy_exact(path: str, k: int, backend: str) -> Array:
+    x = _loaded(path)
+    mean = x.mean(0, dtype=np.float64)
+    gram = (x.T @ x).astype(np.float64) - len(x) * np.outer(mean, mean)
+    return np.asarray(np.sqrt(np.maximum(np.linalg.eigvalsh(gram)[: -k - 1 : -1], 0)))
+
+
+def _torch_exact(path: str, k: int, backend: str) -> Array:
+    import torch
+
+    x = torch.from_numpy(_loaded(path)).cuda()
+    x -= x.mean(0)
+    found = torch.linalg.eigvalsh((x.T @ x).double())[-k:].flip(0)
+    return np.asarray(found.clamp(min=0).sqrt().cpu())
+
+
+def _torch_lowrank(path: str, k: int, backend: str) -> Array:
+    import torch
+
+    torch.manual_seed(0)
+    x = torch.from_numpy(_loaded(path)).cuda()
+    return np.asarray(torch.pca_lowrank(x, k + 10, niter=POWER)[1][:k].cpu())
+
+
+def _ours(path: str, k: int, backend: str, **options: Any) -> Array:
+    if backend == "host":
+        options["memory"] = MEMORY
     return oocgemm.pca(path, k, backend=backend, **options).singular_values
 
 
-def _ours_with_scores(path: str, k: int, backend: str) -> Array:
-    options: dict[str, Any] = {} if backend == "cuda" else {"memory": MEMORY}
-    return oocgemm.pca(path, k, backend=backend, scores=True, **options).singular_values
+def _ours_from_zarr(path: str, k: int, backend: str) -> Array:
+    return _ours(str(Path(path).with_suffix(".zarr")), k, backend)
+
+
+def _ours_in_memory(path: str, k: int, backend: str) -> Array:
+    return oocgemm.pca(_loaded(path), k, backend=backend).singular_values
 
 
 def _cupy_in_core(path: str, k: int, backend: str) -> Array:
@@ -104,21 +140,30 @@ def _cupy_in_core(path: str, k: int, backend: str) -> Array:
     return np.asarray(found)
 
 
+Contenders = dict[str, tuple[str, Callable[[str, int, str], Array]]]
+OURS: Contenders = {
+    "oocgemm": ("oocgemm", _ours),
+    "oocgemm, randomized": ("oocgemm", partial(_ours, method="randomized")),
+    "oocgemm, with scores": ("oocgemm", partial(_ours, scores=True)),
+    "oocgemm, zarr": ("oocgemm", _ours_from_zarr),
+    "oocgemm, in memory": ("oocgemm", _ours_in_memory),
+}
 # Per backend: the contenders, with the package that each needs.
-CONTENDERS: dict[str, dict[str, tuple[str, Callable[[str, int, str], Array]]]] = {
+CONTENDERS: dict[str, Contenders] = {
     "host": {
         "sklearn PCA randomized": ("sklearn", _sklearn_randomized),
         "sklearn IncrementalPCA": ("sklearn", _sklearn_incremental),
         "sklearn TruncatedSVD": ("sklearn", _sklearn_truncated),
         "dask svd_compressed": ("dask", _dask_compressed),
-        "oocgemm.pca": ("oocgemm", _ours),
-        "oocgemm.pca with scores": ("oocgemm", _ours_with_scores),
-    },
+        "NumPy, X^T X, in memory": ("numpy", _numpy_exact),
+    }
+    | OURS,
     "cuda": {
-        "cupy in core": ("cupy", _cupy_in_core),
-        "oocgemm.pca": ("oocgemm", _ours),
-        "oocgemm.pca with scores": ("oocgemm", _ours_with_scores),
-    },
+        "cupy, randomized": ("cupy", _cupy_in_core),
+        "torch, X^T X, in memory": ("torch", _torch_exact),
+        "torch pca_lowrank, in memory": ("torch", _torch_lowrank),
+    }
+    | OURS,
 }
 
 
@@ -160,7 +205,7 @@ def measure(name: str, path: str, backend: str, k: int, exact: Path) -> dict[str
     error = None
     if exact.exists():
         right = np.load(exact)[:k]
-        error = float(np.max(np.abs(found - right) / right))
+        error = float(np.max(np.abs(found - right)) / right[0])
     return {"seconds": seconds, "bytes": _memory("VmHWM") - before, "error": error}
 
 
@@ -192,6 +237,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=work) as folder:
         path, exact = Path(folder) / "x.npy", Path(folder) / "exact.npy"
         gram = write(path, rows, cols)
+        zarr.create_array(path.with_suffix(".zarr"), data=np.load(path, mmap_mode="r"))
         if gram is not None:
             np.save(exact, np.sqrt(np.maximum(np.linalg.eigvalsh(gram)[::-1], 0)))
         del gram
@@ -212,7 +258,7 @@ def main(
     keep(output or Path("scripts/bench/results/bench_pca.json"), f"{backend} {result['what']}", result)
     for name in names:
         seconds, size = result["median_seconds"][name], result["median_bytes"][name] / 2**20
-        print(f"{name:26} {seconds:8.2f} s {size:8.0f} MiB  error {result['error'][name]}")
+        print(f"{name:28} {seconds:8.3f} s {size:8.0f} MiB  error {result['error'][name]}")
 
 
 if __name__ == "__main__":

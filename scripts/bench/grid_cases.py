@@ -254,7 +254,7 @@ def bounds(case: Case, rates: dict[str, Any], compute: float | None = None) -> d
 
 
 def copies_bound(case: Case, rates: Mapping[str, Any]) -> float:
-    """Return the least seconds in which all bytes of A, B and C cross the link of the device."""
+    """Return the minimum time of uploading A and B and downloading C once, in seconds."""
     up, down = case.operand_bytes, case.c_bytes
     staged = case.source == PAGEABLE
     of = staged_rates(max(up, down), rates) if staged else {name: rates[name] for name in MODES}

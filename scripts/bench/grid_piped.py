@@ -23,17 +23,17 @@ from oocgemm.planning.cost.footprint import COMPILED_LANES, PIECE, RingShape
 
 KIB = 1 << 10
 REPEATS = 3
-# Threads, buffers per thread, and KiB of a buffer that are tried for one direction, and for each of both.
+# The ways of staging that are timed: the number of threads per direction, the number of buffers per thread,
+# and the size of a buffer in KiB. ALONE is for copies in one direction, BOTH for both directions at once.
 ALONE, BOTH = tuple(product((6, 8, 12), (2, 3), (4096,))), tuple(product((5, 6, 8), (2,), (2048, 4096)))
-# The same for arrays of few bytes, whose first and last pieces count more.
+# The same for the small arrays of SMALL bytes. For these, the first and the last piece take a larger share.
 FEW_ALONE, FEW_BOTH = (
     tuple(product((8, 12), (2,), (512, 1024, 2048, 4096))),
     tuple(product((6, 8), (2,), (512, 1024, 2048))),
 )
 SMALL = (16 << 20, 64 << 20, 256 << 20)
-FILE_WAYS = tuple(
-    product((8, 12, 16), (4 << 20, 16 << 20))
-)  # threads and bytes of pieces from the page cache
+# The number of threads that read a file from the page cache, and the bytes of the pieces that they read.
+FILE_WAYS = tuple(product((8, 12, 16), (4 << 20, 16 << 20)))
 ROW = 1 << 16  # bytes of a row of the block that the ring copies
 Ways = Sequence[tuple[int, int, int]]
 Begin = Callable[[], Iterator[None]]
@@ -125,7 +125,8 @@ def best_of(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 def while_both(size: int, times: Sequence[float], alone: tuple[float, float]) -> tuple[float, float]:
     """Return the rates of uploads and downloads while both ran, from the seconds that each took.
 
-    Each copied `size` bytes. After the faster one had ended, the slower one ran at its rate in `alone`.
+    Each direction copied `size` bytes. When the faster direction had ended, the slower one was alone. The
+    bytes that it then copied, at its rate in `alone`, are not counted.
 
     >>> while_both(100, (10.0, 5.0), (15.0, 15.0))
     (5.0, 20.0)
@@ -165,7 +166,7 @@ def _from_file(path: Path, threads: int, piece: int) -> Iterator[None]:
 
 
 def ring_rates(pageable: Any) -> dict[str, Any]:
-    """Return the rates of oocgemm's ring: uploads and downloads alone, and the pair of both at once."""
+    """Return the rates of oocgemm's ring: uploads alone, downloads alone, and both at once, as a pair."""
     import cupy
 
     half = pageable.nbytes // 2

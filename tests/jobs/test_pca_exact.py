@@ -1,4 +1,4 @@
-"""`pca` by a Gram matrix: as exact as float64's SVD, for every spectrum, shape and budget."""
+"""The exact method of `pca` agrees with an SVD in float64, for several spectra, shapes and budgets."""
 
 from pathlib import Path
 from typing import Any

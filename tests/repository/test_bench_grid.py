@@ -111,7 +111,7 @@ def test_no_mix_of_copies_is_faster_than_the_bound(
 
 
 def test_the_best_way_of_each_mode_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop copies at 1 byte per second per thread, the ring at 9; stores are streamed for nothing."""
+    """Here each thread of the loop copies 1 byte per second, and the ring 9 bytes per second."""
 
     class Loop:
         def __init__(self, array: Any, device: Any, way: Any, *, uploads: bool) -> None:

@@ -103,7 +103,7 @@ class FreeMemory:
         return device, host
 
 
-# Operands (0 or 1), each with a number of slots for its panels, in the order in which they get memory.
+# Which operand (0: A, 1: B) gets slots, and up to how many in all, in the order in which memory is given out.
 Wanted = tuple[tuple[int, int], ...]
 
 
@@ -149,11 +149,10 @@ def slot_counts(
         lines, others = grid.shape[axis], grid.shape[1 - axis]
         line = axis, steps if others > 1 else 0
         passing = 1 - axis, others * steps if lines > 1 else 0
-        # The panels of the next line get the rest, so that they are loaded before it begins. The clock sees
-        # no gain, but on an H200, an int8 product took 54 ms with these slots and 60 ms without them (same
-        # tiles).
-        ahead = axis, 2 * steps if min(lines, others) > 1 and not machine.unified else 0
-        counts = _filled((base.a, base.b), free, device, (line, passing, ahead))
+        # The remaining memory is for panels of the next line, which are then prefetched. The clock predicts
+        # no gain, but on an H200, an int8 product took 54 ms with these slots, and 60 ms without them.
+        next_line = axis, 2 * steps if min(lines, others) > 1 and not machine.unified else 0
+        counts = _filled((base.a, base.b), free, device, (line, passing, next_line))
         lean = Candidate(tile, replace(base, a=counts[0], b=counts[1]), traversal, io_threads)
         least = bound(prices, lean)
         yield least, lean
@@ -162,9 +161,9 @@ def slot_counts(
             continue
         on_host = base.host_a, base.host_b
         if counts[axis] >= line[1]:
-            orders: tuple[tuple[Wanted, Wanted], ...] = (((line, passing, ahead), (passing,)),)
+            orders: tuple[tuple[Wanted, Wanted], ...] = (((line, passing, next_line), (passing,)),)
         else:
-            orders = ((line, passing, ahead), (line, passing)), ((passing, line), (line, passing))
+            orders = ((line, passing, next_line), (line, passing)), ((passing, line), (line, passing))
         for first, second in orders:
             a, b = _filled((base.a, base.b), free, device, first)
             host_a, host_b = _filled(on_host, host_free, on_host_bytes, second)
@@ -178,7 +177,7 @@ def slot_counts(
 def _filled(counts: tuple[int, int], free: int, sizes: tuple[int, int], wanted: Wanted) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `counts` are the minimum numbers.
+    `counts` are the minimum numbers of slots.
     """
     found = list(counts)
     for operand, count in wanted:
