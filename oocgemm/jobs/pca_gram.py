@@ -40,10 +40,9 @@ MAX_ERROR, MAX_SHARE = 1e-5, 0.01
 NOISE = 4
 # Number of products that BLAS adds before it adds their sum to C.
 DEPTH = 256
-# Estimated number of passes of the randomized method, and the rate at which a core decomposes G in flop/s.
-# For 200000 x 2000 and slowly decaying singular values, six passes were not enough. An H200's host with 16
-# cores decomposed G at 4.7e10 flop/s.
-PASSES, CORE_RATE = 6, 3e9
+# Estimated number of passes of the randomized method. For 200000 x 2000 and slowly decaying singular values,
+# six passes were not enough.
+PASSES = 6
 
 
 def found_by(passes: PcaPasses, state: PcaState, k: int, seed: int) -> PcaState:
@@ -151,5 +150,4 @@ def _seconds(passes: PcaPasses, gram: Plan, read: float) -> float:
     """Predict the time of the exact method. `read` is that of a pass of the randomized one."""
     others = passes.reads_means + passes.gram_reads - 1  # each takes about as long as a pass
     multiplied = gram.prediction.total * (_waves(passes) if passes.is_tall else 1)
-    decomposed = eigen.flops(min(passes.matrix.shape), passes.columns) / (CORE_RATE * gram.machine.cores)
-    return multiplied + decomposed + others * read
+    return multiplied + eigen.seconds(min(passes.matrix.shape), passes.columns) + others * read
