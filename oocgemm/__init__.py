@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from oocgemm.jobs.steps import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
-    from oocgemm.planning.parts.partition import Partition
+    from oocgemm.planning.partition import Partition
     from oocgemm.service.client import Client, Job
     from oocgemm.stores.transform import Transform
     from oocgemm.timeline import Report, Timeline, read_log, report
@@ -127,7 +127,7 @@ _HOMES = {
     "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),
-    "planning.parts.partition": ("Partition",),
+    "planning.partition": ("Partition",),
     "service.client": ("Client", "Job"),
     "stores.transform": ("Transform",),
     "timeline": ("Report", "Timeline", "read_log", "report"),

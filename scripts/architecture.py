@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "concepts" / "architecture.md"
 # The packages in oocgemm, in the order in which a call passes through them.
 PACKAGES = (
     *("cli", "service", "service/http", "verbs", "jobs", "distributed"),
-    *("planning", "planning/search", "planning/cost", "planning/schedule", "planning/parts"),
+    *("planning", "planning/search", "planning/cost", "planning/schedule"),
     *("engine", "backends", "backends/host", "backends/cuda", "kernels", "stores"),
     *("integrity", "machine", "system", "timeline", "reports"),
 )

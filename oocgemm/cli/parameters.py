@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from oocgemm.cli.process import JSON, F, taking
 from oocgemm.jobs.options import Option, options_of, rendered, types_of
-from oocgemm.planning.parts.partition import MAX_WORKERS
+from oocgemm.planning.partition import MAX_WORKERS
 from oocgemm.stores.transform import Transform
 
 

@@ -1,6 +1,6 @@
 """Compute one product with many processes, on one or many machines.
 
-A *part* is a set of tiles of one shared plan (`oocgemm.planning.parts`). A *worker* computes parts,
+A *part* is a set of tiles of one shared plan (`oocgemm.planning.partition`). A *worker* computes parts,
 each in a child process. The *coordinator*, in the process of the caller, gives parts to workers.
 
 **Only the coordinator writes to C and to its journal.** An attempt of a worker at a part has a folder of its

@@ -37,7 +37,7 @@ from oocgemm.distributed.tasks import Given, PartSpec
 from oocgemm.errors import ExecutionError, InputError, OocGemmError
 from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, GIVEN
 from oocgemm.jobs.prepare import PreparedRun
-from oocgemm.planning.parts.part import Part
+from oocgemm.planning.partition import Part
 from oocgemm.planning.tiling import Tile
 from oocgemm.system.cache import write_whole
 from oocgemm.system.threads import Cancel

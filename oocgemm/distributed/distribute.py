@@ -44,8 +44,7 @@ from oocgemm.jobs.steps import further, with_further
 from oocgemm.machine import info
 from oocgemm.planning import Kind as OperationKind
 from oocgemm.planning import Lane
-from oocgemm.planning.parts.part import Part
-from oocgemm.planning.parts.partition import partition
+from oocgemm.planning.partition import Part, partition
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_time
 from oocgemm.stores import Merging

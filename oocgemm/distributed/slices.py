@@ -27,7 +27,7 @@ from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.request import Destination
 from oocgemm.planning import GemmProblem, Kind, Lane, Plan
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
-from oocgemm.planning.parts.part import Part, Slicing, bands, divide
+from oocgemm.planning.partition import Part, Slicing, bands, divide
 from oocgemm.planning.tiling import Range, Tile, ceil_div, length
 from oocgemm.stores import Array, Matrix, pieces
 from oocgemm.system.threads import Cancel

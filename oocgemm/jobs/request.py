@@ -26,7 +26,7 @@ from oocgemm.jobs.options import (
 )
 from oocgemm.jobs.steps import Epilogue, steps_of
 from oocgemm.planning import GemmProblem, Layout, Op, Plan, TileShape
-from oocgemm.planning.parts.part import Slicing
+from oocgemm.planning.partition import Slicing
 from oocgemm.planning.tiling import Range, Shape
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Array, Matrix
@@ -412,7 +412,7 @@ class Request:
     - `into`: what becomes of C. `epilogue` changes C before that.
     - `decode`: if False, stored numbers are taken as they are, whatever an operand declares.
     - `planned`: the plan to run. If it is None, the run is planned when it starts.
-    - `slicing`: the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.part`).
+    - `slicing`: the product is that of the stacked slices of k of A and B (`oocgemm.planning.partition`).
     """
 
     a: Source

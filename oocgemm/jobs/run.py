@@ -43,7 +43,7 @@ from oocgemm.system.threads import Cancel, shielded, shielded_here
 from oocgemm.timeline import Recorder, Timeline
 
 if TYPE_CHECKING:
-    from oocgemm.planning.parts.partition import Partition
+    from oocgemm.planning.partition import Partition
     from oocgemm.timeline import Report
 
 # Estimated memory of a timeline and its report, in bytes per span. A span is the record of one operation. For
@@ -238,7 +238,7 @@ class Plan(planning.Plan):
             InputError: a number of workers is not from 1 to 1024, the rate is not positive, or an operand is
                 in memory, where other processes cannot access it.
         """
-        from oocgemm.planning.parts.partition import scaling
+        from oocgemm.planning.partition import scaling
 
         layouts = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}
         for operand, layout in layouts.items():

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Layout
-from oocgemm.planning.parts.part import Slicing
+from oocgemm.planning.partition import Slicing
 from oocgemm.planning.tiling import Range, length
 
 Array = NDArray[Any]

@@ -13,8 +13,7 @@ import pytest
 
 import oocgemm
 from oocgemm.planning import Plan
-from oocgemm.planning.parts.part import divide
-from oocgemm.planning.parts.partition import Partition, partition
+from oocgemm.planning.partition import Partition, divide, partition
 from tests.support.clusters import (
     THREADS,
     all_ended,

@@ -15,8 +15,7 @@ import zarr
 
 import oocgemm
 from oocgemm.planning import Plan
-from oocgemm.planning.parts.part import divide
-from oocgemm.planning.parts.partition import Partition, partition
+from oocgemm.planning.partition import Partition, divide, partition
 from oocgemm.timeline import read_log
 from tests.support.clusters import all_ended, children, content, environment, fresh, store_operands
 from tests.support.staying import Stay

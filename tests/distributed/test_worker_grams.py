@@ -16,7 +16,7 @@ import oocgemm
 from oocgemm.distributed import coordinator
 from oocgemm.planning import TileShape
 from oocgemm.planning.cover import GRAMS, Cover, Triangle
-from oocgemm.planning.parts.part import bands
+from oocgemm.planning.partition import bands
 from oocgemm.planning.tiling import TileGrid
 from tests.support.clusters import all_ended, children, content, fresh
 from tests.support.small_runs import EXTENT, MEMORY, prepare

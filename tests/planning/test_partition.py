@@ -12,8 +12,7 @@ from hypothesis import settings
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Budgets, InMemory, MachineModel, Plan, TileShape, default_model, make_plan
-from oocgemm.planning.parts.part import k_range
-from oocgemm.planning.parts.partition import (
+from oocgemm.planning.partition import (
     CLOSE,
     MIN_GAIN,
     UNSURE,
@@ -21,6 +20,7 @@ from oocgemm.planning.parts.partition import (
     Storage,
     divisions,
     finer_tiles,
+    k_range,
     partition,
     scaling,
 )

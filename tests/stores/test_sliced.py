@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oocgemm import stores
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import TileShape
-from oocgemm.planning.parts.part import Slicing
+from oocgemm.planning.partition import Slicing
 from oocgemm.planning.tiling import TileGrid, length
 from oocgemm.stores.base import SlicedMatrix
 from tests.support.products import product_of

@@ -7,8 +7,7 @@ from math import inf
 
 from oocgemm.planning import Kind, Operation, Schedule, Setting, TileGrid
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.parts.part import Part, k_range
-from oocgemm.planning.parts.partition import Partition, Storage, slice_setting
+from oocgemm.planning.partition import Part, Partition, Storage, k_range, slice_setting
 from oocgemm.planning.plan import schedule_of
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.tiling import length

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from oocgemm.planning import Budgets, TileShape
-from oocgemm.planning.parts.part import divide
+from oocgemm.planning.partition import divide
 from oocgemm.timeline import Recorder, Timeline
 from oocgemm.timeline.log import WorkerLog, merge
 from tests.support.virtual_runs import GIB, header_of, machine, run_of, virtual_plan, write_log
