@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from oocgemm.stores.transform import Transform
     from oocgemm.timeline import Report, Timeline, read_log, report
     from oocgemm.verbs.correlation import corr, cov
-    from oocgemm.verbs.gemm import gemm, matmul, plan
-    from oocgemm.verbs.gram_matrix import gram, plan_gram
+    from oocgemm.verbs.gemm import gemm, gram, matmul, plan, plan_gram
     from oocgemm.verbs.kernel_matmul import kernel_matmul
     from oocgemm.verbs.ld_scores import LDScores, ld_scores
     from oocgemm.verbs.pca import PCA, PCAPlan, pca, plan_pca
@@ -132,8 +131,7 @@ _HOMES = {
     "stores.transform": ("Transform",),
     "timeline": ("Report", "Timeline", "read_log", "report"),
     "verbs.correlation": ("corr", "cov"),
-    "verbs.gemm": ("gemm", "matmul", "plan"),
-    "verbs.gram_matrix": ("gram", "plan_gram"),
+    "verbs.gemm": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "verbs.kernel_matmul": ("kernel_matmul",),
     "verbs.ld_scores": ("LDScores", "ld_scores"),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),

@@ -1,5 +1,5 @@
 // check_sums: computes the checksums with which products are verified, from data in device memory
-// (planning/check_blocks.py describes their memory layout).
+// (planning/device_memory.py describes their memory layout).
 //
 // A panel is the part of op(A) or op(B) that one step multiplies. It has `extent` rows of op(A), or columns
 // of op(B), and `depth` elements along k. A strip is some rows of a tile of C. Panels are cut into blocks of

@@ -29,9 +29,9 @@ from oocgemm.planning import (
     Tier,
     TileShape,
 )
-from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.cost.coding import slot_frames
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
+from oocgemm.planning.device_memory import StripOffsets
 from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.tiling import Range, Shape, round_up

@@ -8,7 +8,7 @@ kernels/checks/check_sums.cu have the same generator, so that host and device ag
 - with a Multiply, the product of the checksums of the two panels, which gives the expected checksums of C;
 - with the Upload or the Download of a strip of C, the checksums of the strip.
 
-The checksums are stored behind the data in the same device slots (layout: `oocgemm.planning.check_blocks`).
+The checksums are stored behind the data in the same device slots (layout: `oocgemm.planning.device_memory`).
 This module does not import cupy: a `ChecksumDevice` launches the kernels.
 """
 
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from oocgemm.backends.base import Array
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import DTYPES, Op, Operation, Plan, Region, Slot
-from oocgemm.planning.check_blocks import HEAD, SIDE, Blocking, PanelOffsets, PartOffsets, StripOffsets
 from oocgemm.planning.cost.footprint import payload_bytes
+from oocgemm.planning.device_memory import HEAD, SIDE, Blocking, PanelOffsets, PartOffsets, StripOffsets
 from oocgemm.planning.tiling import Range, Tile, ceil_div
 from oocgemm.timeline.spans import BusyTime
 

@@ -30,7 +30,7 @@ from oocgemm.cli.queue import ID_LENGTH, SHORT
 from oocgemm.kernels.tuning import Tuning
 from oocgemm.machine.kernel_bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Calibration, Plan
-from oocgemm.planning.cost.calibration import LINKS, calibrated_rates
+from oocgemm.planning.cost.machine import LINKS, calibrated_rates
 from oocgemm.planning.partition import Partition
 from oocgemm.planning.units import counted, format_percent, format_rate, format_size, format_time
 from oocgemm.reports.advice import diagnosis_lines

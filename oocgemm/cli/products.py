@@ -35,8 +35,8 @@ from oocgemm.planning import Plan
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.units import format_size
 from oocgemm.verbs.gemm import gemm
+from oocgemm.verbs.gemm import gram as multiply_gram
 from oocgemm.verbs.gemm import plan as plan_product
-from oocgemm.verbs.gram_matrix import gram as multiply_gram
 
 # Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
 MIN_REPORT_ROOM = 256 << 20

@@ -19,7 +19,7 @@ from oocgemm.backends.checksums import signs
 from oocgemm.engine.staging import Staging, located
 from oocgemm.integrity.rounding import add_product, block_norms, block_squares, signed, wide_dtype
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
-from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
+from oocgemm.planning.device_memory import WIDENING_ELEMENTS, borders
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.arrays import scratch_array
 from oocgemm.timeline.spans import BusyTime

@@ -86,7 +86,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.integrity.host_checksums import HostSums, StripSums
 from oocgemm.integrity.rounding import Rounding, wide_dtype
 from oocgemm.planning import Kind, Operation, Plan, Slot
-from oocgemm.planning.check_blocks import DIGEST_ROWS, HEAD, SIDE, PartOffsets, borders, digest_weights
+from oocgemm.planning.device_memory import DIGEST_ROWS, HEAD, SIDE, PartOffsets, borders, digest_weights
 from oocgemm.planning.tiling import Range, Tile, length
 from oocgemm.timeline.spans import BusyTime
 

@@ -28,8 +28,7 @@ from oocgemm.backends import Backend
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import BackendError
 from oocgemm.planning import Calibration, MachineModel, Plan, StoreRates, TileShape, default_model
-from oocgemm.planning.cost.calibration import link_rates
-from oocgemm.planning.cost.machine import scaled
+from oocgemm.planning.cost.machine import link_rates, scaled
 from oocgemm.stores import Matrix
 from oocgemm.system import cache
 from oocgemm.system.installed import __version__, compiled, installed_versions

@@ -1,20 +1,20 @@
 """Plan products: pure decisions from shapes, budgets and rates. No I/O, no clock, no arrays."""
 
-from oocgemm.planning.cost.calibration import Calibration, StoreRates
-from oocgemm.planning.cost.clock import Prediction
+from oocgemm.planning.cost.clock import Prediction, divided
 from oocgemm.planning.cost.coding import Division, division_of, index_bytes, with_decoding, with_encoding
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import (
     RATES,
+    Calibration,
     KernelRate,
     MachineModel,
+    StoreRates,
     check_fit,
     check_link,
     default_model,
     fit_line,
     fit_link,
 )
-from oocgemm.planning.cost.shares import divided
 from oocgemm.planning.layout import Chunked, Coding, InMemory, Layout, Layouts, Lines, Remote, Writing
 from oocgemm.planning.plan import Plan, recorded_plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op

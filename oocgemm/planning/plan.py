@@ -12,12 +12,17 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 from oocgemm.planning.cost.bound import min_bytes, required_bytes
-from oocgemm.planning.cost.clock import Prediction, predict
+from oocgemm.planning.cost.clock import (
+    Prediction,
+    estimate_shared_loads,
+    predict,
+    predict_shared,
+    predict_triangle,
+)
 from oocgemm.planning.cost.coding import describe
 from oocgemm.planning.cost.footprint import Candidate, Footprint, extents, footprint
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.shares import estimate_shared_loads, predict_shared, predict_triangle
 from oocgemm.planning.layout import KINDS, Codings, Layout, Layouts
 from oocgemm.planning.lowering import Lowered, lower
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op

@@ -21,7 +21,7 @@ from html import escape
 from math import ceil, floor, log10, sqrt
 
 from oocgemm.planning import Calibration
-from oocgemm.planning.cost.calibration import LINKS, calibrated_rates
+from oocgemm.planning.cost.machine import LINKS, calibrated_rates
 from oocgemm.planning.units import format_rate, format_size
 from oocgemm.reports.sections import labels
 from oocgemm.timeline.activities import (

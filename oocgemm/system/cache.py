@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 
 from oocgemm.errors import InputError
-from oocgemm.planning.cost.calibration import Calibration
+from oocgemm.planning.cost.machine import Calibration
 
 # Files are read again after at most this many seconds: a file that is edited in place does not change the
 # modification time of its folder.

@@ -18,7 +18,7 @@ from oocgemm.backends.checksums import ChecksumDevice, CutFields, Multiplied, Su
 from oocgemm.integrity.tile_checks import Weights
 from oocgemm.kernels.compile import compiled
 from oocgemm.planning import DTYPES
-from oocgemm.planning.check_blocks import DIGEST_ROWS, Blocking, borders
+from oocgemm.planning.device_memory import DIGEST_ROWS, Blocking, borders
 from tests.support.backends_here import CUDA
 from tests.support.native import launchers
 from tests.support.nvrtc import Nvrtc, resources

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import oocgemm
 from oocgemm.errors import BudgetError, DataWarning, InputError
-from oocgemm.jobs import eigen
+from oocgemm.jobs import pca_gram
 from tests.support.command import command
 
 Array = NDArray[Any]
@@ -115,7 +115,7 @@ def test_largest_eigenvalues_are_those_of_lapack(values: Array) -> None:
     basis = np.linalg.qr(RNG.standard_normal((600, 600)))[0]
     s = (basis * values) @ basis.T
     s = (s + s.T) / 2
-    found = eigen.largest(s, 6, 12, 0)
+    found = pca_gram.largest(s, 6, 12, 0)
     np.testing.assert_allclose(found.values[:6], values[:6], atol=1e-12 * max(1, values[0]))
     v = found.vectors
     np.testing.assert_allclose(v.T @ v, np.eye(12), atol=1e-12)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
 from oocgemm.planning import RATES, Calibration, KernelRate, StoreRates
-from oocgemm.planning.cost.calibration import VERSION
-from oocgemm.planning.cost.machine import MAX_LINK
+from oocgemm.planning.cost.machine import MAX_LINK, VERSION
 from oocgemm.system import cache
 from tests.support.calibrations import STORES, folder_of_matrices, known
 from tests.support.command import command

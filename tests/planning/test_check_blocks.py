@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from oocgemm.integrity.host_checksums import runs
 from oocgemm.planning import DTYPES, Budgets, Layouts, Tier, TileShape, default_model, make_plan
-from oocgemm.planning.check_blocks import HEAD, Blocking, PanelOffsets, StripOffsets, borders, checksum_bytes
 from oocgemm.planning.cost.footprint import payload_bytes, slot_bytes
+from oocgemm.planning.device_memory import HEAD, Blocking, PanelOffsets, StripOffsets, borders, checksum_bytes
 from tests.support.problems import Array
 from tests.support.products import product_of
 from tests.support.suite import examples

@@ -18,7 +18,7 @@ from oocgemm.integrity.rounding import norms, wide_dtype
 from oocgemm.jobs import operands
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import OPERANDS, Kind, Operation, Plan
-from oocgemm.planning.check_blocks import DIGEST_ROWS, SIDE, borders
+from oocgemm.planning.device_memory import DIGEST_ROWS, SIDE, borders
 from tests.support.backends_here import staged
 
 FLOATS = [name for name in OPERANDS if name != "int8"]  # a device computes no checksums of integers

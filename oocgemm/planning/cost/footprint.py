@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.coding import decoding_shape, encoding_bytes, slot_frames
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.device_memory import (
+    checksum_bytes,
     correction_bytes,
     epilogue_bytes,
     expanded_bytes,
     factor_bytes,
     found_layout,
+    host_check_bytes,
     measure_room,
     scale_bytes,
     vector_bytes,

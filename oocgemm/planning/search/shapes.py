@@ -20,11 +20,10 @@ from functools import cached_property
 from math import ceil, inf, isqrt, lcm
 
 from oocgemm.planning import emulation
-from oocgemm.planning.check_blocks import checksum_fraction
 from oocgemm.planning.cost.footprint import casts, extents, workspace_per_element
 from oocgemm.planning.cost.machine import LARGE_EXTENT, LARGE_UNIT
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.device_memory import epilogue_bytes, factor_bytes, scale_bytes
+from oocgemm.planning.device_memory import checksum_fraction, epilogue_bytes, factor_bytes, scale_bytes
 from oocgemm.planning.emulation import MAX_DEPTH, STRIP_ROWS, work_bytes
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.search.slot_counts import MAX_DRAIN, STAGED_STRIPS, STRIP_BYTES, STRIPS

@@ -17,17 +17,17 @@ from math import inf, prod
 from operator import itemgetter
 
 from oocgemm.errors import BudgetError
-from oocgemm.planning.cost.clock import Prediction
-from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, line_bytes, scratch_bytes
-from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.shares import (
+from oocgemm.planning.cost.clock import (
+    Prediction,
     estimate_shared_loads,
     own_setting,
     predict_shared,
     predict_triangle,
     slowed,
 )
+from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, line_bytes, scratch_bytes
+from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.layout import Layouts
 from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, prod
 
-from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
 from oocgemm.planning.cost.coding import PANELS, slot_frames
 from oocgemm.planning.cost.footprint import Candidate, extents, footprint, scratch_bytes, slot_bytes
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.device_memory import panel_checksum_bytes
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Setting

@@ -11,11 +11,11 @@ from dataclasses import replace
 from math import inf, lcm
 from operator import itemgetter
 
-from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
 from oocgemm.planning.cost.footprint import Candidate, footprint, slot_bytes
 from oocgemm.planning.cost.machine import LARGE_UNIT
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.device_memory import panel_checksum_bytes
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.shapes import Shapes
