@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -38,6 +38,7 @@ from oocgemm.planning.tiling import Range, Shape, round_up
 from oocgemm.stores.codecs import Codec, Fetched
 from oocgemm.stores.files import CachedBlock
 from oocgemm.timeline.spans import BusyTime
+from oocgemm.values import dataclass
 
 # Maximum number of steps of a run in which one thread enqueues all operations, because the GPU copies all
 # blocks from and to pinned arrays. An operation then takes 20 to 60 us, and 200 us with the threads of a long

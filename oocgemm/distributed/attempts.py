@@ -29,7 +29,7 @@ import shutil
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from time import monotonic
@@ -51,6 +51,7 @@ from oocgemm.stores.capabilities import Resumable, ResumableMatrix
 from oocgemm.stores.files import fingerprint_of, open_regular, read_regular
 from oocgemm.system.cache import write_whole
 from oocgemm.system.threads import process_start, running_system, start
+from oocgemm.values import dataclass
 
 # Seconds between two beats, and seconds after which a coordinator without a new beat counts as dead.
 INTERVAL, TTL = 0.5, 30.0

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -42,6 +42,7 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.system.cache import write_whole
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline.log import WorkerLog
+from oocgemm.values import dataclass
 
 # A part fails after this many attempts that finished none of its tiles. A worker is not used any more after
 # this many failed attempts in a row, if there are other workers.

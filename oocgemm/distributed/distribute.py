@@ -6,7 +6,7 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,6 +51,7 @@ from oocgemm.stores import Merging
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Span
 from oocgemm.timeline.log import WorkerLog, merge
+from oocgemm.values import dataclass
 
 logger = logging.getLogger("oocgemm")
 

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Event, RLock
 from time import monotonic
 from typing import Any
+
+from oocgemm.values import dataclass
 
 # A child process checks at this interval, in seconds, whether its coordinator still runs. If it does not, the
 # run has PATIENCE seconds to stop before the process exits. Both times together are well below the 2 s after

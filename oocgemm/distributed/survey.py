@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -32,6 +32,7 @@ from oocgemm.kernels.ladder import check_plan
 from oocgemm.planning import Budgets, GemmProblem, Plan
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.system.installed import __version__
+from oocgemm.values import dataclass
 
 # Environment variables with the number of threads of a BLAS. Workers of dask set them to 1.
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")

@@ -8,7 +8,7 @@ import importlib
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from oocgemm.jobs.stats import Findings
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores import Array
 from oocgemm.stores.base import named_dtype
+from oocgemm.values import dataclass
 
 # The package whose dataclasses may be sent.
 _PACKAGE = "oocgemm"

@@ -28,7 +28,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache, partial
 from itertools import islice
 from queue import SimpleQueue
@@ -58,6 +58,7 @@ from oocgemm.stores import Matrix
 from oocgemm.stores.base import Retries
 from oocgemm.system.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
+from oocgemm.values import dataclass
 
 
 class Completion:

@@ -9,7 +9,6 @@ needs no host slot (`host_block`). The reader and writer threads move a block in
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from threading import Lock
@@ -49,6 +48,7 @@ from oocgemm.stores.capabilities import cached_chunks
 from oocgemm.stores.codecs import Codec, Fetched, index_of
 from oocgemm.stores.files import CachedBlock
 from oocgemm.system.resources import allocate
+from oocgemm.values import dataclass
 
 PAGE = 4096
 # Number of threads that fault in the pages of a slot for C, and the bytes that each faults in at a time. One

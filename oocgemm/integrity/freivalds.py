@@ -50,7 +50,6 @@ that of T y.
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
@@ -74,6 +73,7 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.stores.arrays import scratch_array
+from oocgemm.values import dataclass
 
 # Minimum columns of C per group, if C has that many. Narrower groups would reveal smaller errors, but take
 # longer: op(A) is multiplied once per group.

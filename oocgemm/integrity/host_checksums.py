@@ -8,7 +8,7 @@ computed again from a buffer, so later damage to the buffer cannot change them.
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby, pairwise
 from time import perf_counter_ns
 
@@ -23,6 +23,7 @@ from oocgemm.planning.device_memory import WIDENING_ELEMENTS, borders
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.arrays import scratch_array
 from oocgemm.timeline.spans import BusyTime
+from oocgemm.values import dataclass
 
 
 @dataclass

@@ -10,7 +10,7 @@ their rounding errors. `oocgemm.integrity.freivalds` compares them with C y.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,6 +23,7 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
 from oocgemm.stores.base import Retries
 from oocgemm.system.resources import allocate
+from oocgemm.values import dataclass
 
 # Default number of elements that a thread reads at a time, and passes to one call of the callback of
 # `Passes.each`. With fewer, the calls would be so short that threads mostly wait for the GIL.

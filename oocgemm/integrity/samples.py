@@ -15,7 +15,7 @@ A and B are read once each, or twice if C is not stored.
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +29,7 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.device_memory import NONE
 from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Selected, Sink
 from oocgemm.planning.tiling import Range
+from oocgemm.values import dataclass
 
 # Number of sampled rows, which is also that of sampled columns, and number of runs of neighbors that they
 # form. A store reads whole chunks, so that reading a run takes as long as reading one row.

@@ -62,7 +62,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import product
 from pathlib import Path
@@ -75,6 +74,7 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import ChangedError, Folder, RemoteFolder
 from oocgemm.stores.files import open_regular, read_regular, sync_path
 from oocgemm.system.threads import process_start, running_system, start
+from oocgemm.values import dataclass
 
 LOCK = "lock"
 # Seconds between renewals of a lease, and seconds after which a lease without a renewal counts as abandoned.

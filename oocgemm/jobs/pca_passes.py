@@ -39,7 +39,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.files import open_regular, sync_path
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import chain_of
+from oocgemm.values import dataclass
 
 # A block Q of orthonormal columns, and the product X^T X Q.
 Block = tuple[Array, Array]

@@ -13,7 +13,7 @@ free memory.
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ from oocgemm.stores.capabilities import raw_bytes
 from oocgemm.stores.declared import check_unpacked, place_of
 from oocgemm.stores.transformed import chain_of
 from oocgemm.system.resources import RECENT, available_for, available_memory
+from oocgemm.values import dataclass
 
 
 def budgets_of(

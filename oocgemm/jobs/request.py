@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from enum import StrEnum
 from math import isqrt, prod, sqrt
 from typing import Any, ClassVar, Literal
@@ -34,6 +34,7 @@ from oocgemm.stores.arrays import Rule
 from oocgemm.stores.base import Folder
 from oocgemm.stores.transform import Transform
 from oocgemm.system import cache
+from oocgemm.values import dataclass
 
 # Maximum number of requests in flight. Each request has a thread.
 MAX_REQUESTS = 1024

@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -29,6 +29,7 @@ from oocgemm.stores.base import Folder
 from oocgemm.stores.capabilities import DATA, Resumable
 from oocgemm.stores.transformed import change_of
 from oocgemm.system.threads import start
+from oocgemm.values import dataclass
 
 MAX_NAMED = 8  # maximum number of tiles that an error message lists
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import cached_property, partial
 from html import escape
 from operator import attrgetter
@@ -41,6 +41,7 @@ from oocgemm.stores import Matrix, is_plain
 from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel, shielded, shielded_here
 from oocgemm.timeline import Recorder, Timeline
+from oocgemm.values import dataclass
 
 if TYPE_CHECKING:
     from oocgemm.planning.partition import Partition

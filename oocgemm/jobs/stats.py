@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -74,6 +74,7 @@ from oocgemm.stores.transformed import (
 )
 from oocgemm.system import cache
 from oocgemm.system.resources import available_memory
+from oocgemm.values import dataclass
 
 P = ParamSpec("P")
 T = TypeVar("T")

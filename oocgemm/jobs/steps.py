@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -15,6 +15,7 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.sinks import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import named_dtype
+from oocgemm.values import dataclass
 
 # dtypes to which C may be cast.
 CASTS = ("float16", "bfloat16", "float32", "float64")

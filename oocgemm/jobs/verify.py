@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from math import isfinite
@@ -49,6 +49,7 @@ from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import chain_of
 from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel
+from oocgemm.values import dataclass
 
 # Maximum number of columns that are read at a time, and of products of elements that are computed at a time.
 DEPTH, PRODUCTS = 1 << 14, 1 << 20

@@ -7,10 +7,10 @@ A sector is counted each time that a warp requests it, even if a cache serves th
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.tiling import ceil_div
+from oocgemm.values import dataclass
 
 # Threads per warp, banks of shared memory, bytes per bank word, and bytes per sector of device memory.
 WARP, BANKS, WORD, SECTOR = 32, 32, 4, 32

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from oocgemm.errors import InputError
 from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.spec import Params
 from oocgemm.system import cache
+from oocgemm.values import dataclass
 
 # A tuning file contains this FORMAT, and the VERSION of its layout. `load` ignores files with another FORMAT
 # or VERSION.

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from datetime import date
 from functools import partial
 from math import isfinite
@@ -62,6 +62,7 @@ from oocgemm.stores.base import Retries
 from oocgemm.system import cache
 from oocgemm.system.installed import compiled
 from oocgemm.system.resources import CpuTimes, allocate, available_memory, used_since
+from oocgemm.values import dataclass
 
 AT_ONCE = 4  # number of copies in each direction that are timed together
 _FREE_SHARE = 0.5  # maximum share of the free device memory that a measurement occupies

@@ -15,7 +15,7 @@ import logging
 import os
 import platform
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache as cached
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -33,6 +33,7 @@ from oocgemm.stores import Matrix
 from oocgemm.system import cache
 from oocgemm.system.installed import __version__, compiled, installed_versions
 from oocgemm.system.resources import CpuTimes, available_memory, used_since
+from oocgemm.values import dataclass
 
 logger = logging.getLogger("oocgemm")
 

@@ -5,8 +5,9 @@ half-open. The sides of square tiles are `side` elements long.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
+
+from oocgemm.values import dataclass
 
 # Start and stop of a range of indices along one axis.
 _Range = tuple[int, int]

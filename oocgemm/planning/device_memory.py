@@ -38,12 +38,11 @@ aligned to `PART` bytes:
 - A norm takes 8 bytes. A sum takes 8 bytes, or 16 if it is complex.
 """
 
-from dataclasses import dataclass
-
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.sinks import Step
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
+from oocgemm.values import dataclass
 
 # Alignment of all parts, in bytes: what kernels of products need.
 _ALIGNMENT = 512

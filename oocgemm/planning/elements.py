@@ -9,9 +9,10 @@ kernels/transforms/steps.cuh in CUDA.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isnan, nan
 from typing import NamedTuple
+
+from oocgemm.values import dataclass
 
 # Maximum number of steps in a chain: their numbers are an argument of the kernel.
 MAX_STEPS = 8

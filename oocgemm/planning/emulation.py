@@ -21,13 +21,13 @@ holds any sum of 131071 products, and float64 holds any sum of fewer than 2^39 p
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, log2, prod, sqrt
 
 from oocgemm.planning.problem import DTYPES
 from oocgemm.planning.tiling import round_up
+from oocgemm.values import dataclass
 
 # Moduli that are pairwise coprime and fit into a byte, largest first. A product uses the first N of them.
 MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 197, 193)

@@ -28,7 +28,7 @@ The other modules ask a route, and never for its kind.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from math import gcd, inf, prod
 from typing import Any, ClassVar
 
@@ -42,6 +42,7 @@ from oocgemm.planning.cost.machine import (
 )
 from oocgemm.planning.problem import Op
 from oocgemm.planning.tiling import Shape, ceil_div, overread
+from oocgemm.values import dataclass
 
 # Relative rate of copies between pageable arrays and pinned buffers, by the bytes of a separate row of the
 # block: (least bytes, rate). Rows are separate unless a block consists of whole rows of the array.

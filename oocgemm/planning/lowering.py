@@ -4,11 +4,11 @@ The schedule, and the backend of the host, ask a `Lowered` value for each operat
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Slots
+from oocgemm.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ q * `Slicing.rows` on. C is their sum in ascending order of k.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise, product
 from math import gcd, inf
@@ -40,6 +40,7 @@ from oocgemm.planning.setting import Setting
 from oocgemm.planning.sinks import Stored
 from oocgemm.planning.tiling import Range, TileGrid, TileSet, ceil_div, length, round_up
 from oocgemm.planning.units import counted, format_time
+from oocgemm.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

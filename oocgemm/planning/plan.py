@@ -5,7 +5,7 @@ header.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cached_property
 from math import isclose, isfinite
 from types import NoneType
@@ -36,6 +36,7 @@ from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.sinks import DISJOINT, Step
 from oocgemm.planning.tiling import Coverage, Shape, Tile, TileGrid, TileSet, TileShape, ceil_div
 from oocgemm.planning.units import ceil_size, format_time
+from oocgemm.values import dataclass
 
 
 @dataclass(frozen=True)

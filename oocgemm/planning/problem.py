@@ -1,7 +1,7 @@
 """A product of matrices: its extents, operands, arithmetic, and what becomes of C."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from oocgemm.planning.cover import WHOLE, Cover, cover_of
 from oocgemm.planning.elements import IN_PANEL, ElementStep, parsed_steps
 from oocgemm.planning.sinks import SINKS, Sink, Step, Stored
+from oocgemm.values import dataclass
 
 
 class Op(StrEnum):

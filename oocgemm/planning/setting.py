@@ -1,6 +1,6 @@
 """The inputs of the planner: problem, machine, layouts of the arrays, and memory budgets."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import isqrt
 from typing import Any
@@ -20,6 +20,7 @@ from oocgemm.planning.layout import (
 )
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.tiling import Shape, TileShape, ceil_div
+from oocgemm.values import dataclass
 
 # Target size of the chunks of a new C, in bytes. Buffers of this size are cheap to allocate repeatedly, and a
 # disk writes them at its full rate.

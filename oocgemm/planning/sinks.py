@@ -10,8 +10,10 @@ column, one number `value`, and the element d of a further matrix D of C's shape
 float64, and rounded to C's dtype after the last step.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar
+
+from oocgemm.values import dataclass
 
 # Maximum number of steps in a chain: their numbers are an argument of the kernel. Callers may pass one less,
 # since a Gaussian takes two.

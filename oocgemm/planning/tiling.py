@@ -14,11 +14,12 @@ tile count only the rows and columns that C has. They are smaller in the last ro
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from oocgemm.planning.cover import WHOLE, Cover
 from oocgemm.planning.problem import GemmProblem
+from oocgemm.values import dataclass
 
 # Start and stop of a range of indices along one axis.
 Range = tuple[int, int]

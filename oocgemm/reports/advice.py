@@ -10,7 +10,7 @@ no saving is predicted.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from oocgemm.errors import OocGemmError
@@ -29,6 +29,7 @@ from oocgemm.planning.units import format_share, format_size, format_time, parse
 from oocgemm.timeline.activities import COMPUTE
 from oocgemm.timeline.metrics import OUTPUT_LANES, STORAGE, Diagnosis, Report, diagnose, in_memory, unfinished
 from oocgemm.timeline.spans import Timeline, length, union
+from oocgemm.values import dataclass
 
 # A lane for which the kernel waited during less than this share of T may have run below its maximum rate.
 # Unless lanes share CPU cores, the fit then ignores a measured rate below the model's.

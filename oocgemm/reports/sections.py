@@ -1,7 +1,6 @@
 """The sections of the HTML page: figures, sentences, tables, and small charts that need no scripts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -21,6 +20,7 @@ from oocgemm.timeline.metrics import (
     unfinished,
 )
 from oocgemm.timeline.spans import Timeline
+from oocgemm.values import dataclass
 
 # Longer names of workers, such as addresses, are replaced by "worker" and a number in charts.
 MAX_LABEL = 9

@@ -10,11 +10,12 @@ start now only if they do not delay it. This is EASY backfill (Lifka, *The ANL/I
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from math import inf
 from typing import Any
 
 from oocgemm.service.protocol import Reason
+from oocgemm.values import dataclass
 
 # Maximum number of queued jobs per owner that are considered for a start, and maximum number of jobs whose
 # start is predicted.

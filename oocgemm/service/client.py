@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from http import HTTPStatus
 from itertools import islice
@@ -26,6 +26,7 @@ from oocgemm.service.transport import (
     error_of,
     messages,
 )
+from oocgemm.values import dataclass
 
 # Seconds for which the server may delay an answer until something changes, and pause of the client if the
 # server answers early without a change.

@@ -38,7 +38,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ from oocgemm.service.job_worker import (
 )
 from oocgemm.service.protocol import ServiceError, StaleError, State
 from oocgemm.system.threads import process_start
+from oocgemm.values import dataclass
 
 # Seconds for which a worker waits for a job.
 KEEP = 300.0

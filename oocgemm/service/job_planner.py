@@ -23,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from oocgemm.service.backfill import Limits, Need
 from oocgemm.service.confinement import Confinement, environment, restrict_to
 from oocgemm.service.protocol import Reason, UnavailableError
 from oocgemm.system.text import LINES, plain
+from oocgemm.values import dataclass
 
 if TYPE_CHECKING:
     from oocgemm.jobs.options import Option

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from oocgemm.service.protocol import (
     possible,
     requested,
 )
+from oocgemm.values import dataclass
 
 # Half-life, in seconds, of the device seconds that an owner has used.
 HALF_LIFE = 86400.0

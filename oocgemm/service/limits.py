@@ -17,12 +17,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from oocgemm.errors import BackendError, InputError, OocGemmError
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.service.backfill import Limits
+from oocgemm.values import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES = {"ro": False, "rw": True}

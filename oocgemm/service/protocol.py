@@ -6,10 +6,10 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 from oocgemm.errors import BudgetError, InputError, OocGemmError
+from oocgemm.values import dataclass
 
 
 class State(StrEnum):

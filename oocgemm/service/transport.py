@@ -14,7 +14,6 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 from oocgemm.errors import BudgetError, InputError, OocGemmError
 from oocgemm.service.protocol import PROBLEMS, AccessError, ServiceError, UnavailableError
 from oocgemm.system.installed import __version__
+from oocgemm.values import dataclass
 
 # Environment variables with the address of the server, and with the token that it asks for.
 SERVICE, TOKEN = "OOCGEMM_SERVICE", "OOCGEMM_TOKEN"

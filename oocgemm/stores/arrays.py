@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -37,6 +36,7 @@ from oocgemm.stores.base import (
     refuse_zarr_options,
 )
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
+from oocgemm.values import dataclass
 
 # Before a block of a memory map is copied, one call requests all pages between its first and last element. No
 # call is made if this range has fewer than MIN_PREFETCH bytes, or more than MAX_PREFETCH_RATIO times the

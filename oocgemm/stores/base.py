@@ -10,7 +10,6 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Layout
 from oocgemm.planning.partition import Slicing
 from oocgemm.planning.tiling import Range, length
+from oocgemm.values import dataclass
 
 Array = NDArray[Any]
 

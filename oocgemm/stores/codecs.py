@@ -27,7 +27,6 @@ import importlib
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +35,7 @@ import numpy as np
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import padded, scratch
+from oocgemm.values import dataclass
 
 # Decompresses data into memory, and releases the GIL meanwhile. The arguments are the address and the size of
 # the data, and the address and the size of the memory. Returns whether the memory was filled. It is not if

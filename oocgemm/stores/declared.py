@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, View, package
+from oocgemm.values import dataclass
 
 # Attributes whose values stand for missing elements.
 MISSING = ("_FillValue", "missing_value")

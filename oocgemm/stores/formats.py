@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix, dtype_name
 from oocgemm.stores.declared import CompleteMatrix
+from oocgemm.values import dataclass
 
 # File formats that this package can neither read nor write, by the suffix of the file name. Error messages
 # say how to convert such files.

@@ -14,7 +14,6 @@ import io
 import os
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -40,6 +39,7 @@ from oocgemm.stores.files import (
 from oocgemm.stores.formats import MARK
 from oocgemm.stores.hdf5_filters import Pipeline
 from oocgemm.stores.lines import StoredLines, read_part, scratch_bytes
+from oocgemm.values import dataclass
 
 # At most this many chunks, chosen at random, are verified. In a list that permutes the chunks, at most half
 # of the chunks have their right places.

@@ -12,13 +12,13 @@ frames of blocks that are shuffled but not compressed.
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numcodecs import blosc, lz4, zstd
 
 from oocgemm.stores.base import Array
 from oocgemm.stores.codecs import ZLIB, decompress_into, inflate
+from oocgemm.values import dataclass
 
 # The numbers that the flags of a frame have for compressors.
 LZ4_BLOCKS, ZSTD_BLOCKS = 1, 4

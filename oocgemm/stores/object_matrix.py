@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
@@ -46,6 +46,7 @@ from oocgemm.stores.zarr_metadata import (
     keys_of_first,
 )
 from oocgemm.stores.zarr_through import check_array, new_array
+from oocgemm.values import dataclass
 
 # A part of a sharded array that is read by one task has at most this many bytes before compression.
 GROUP_BYTES = 2 << 20

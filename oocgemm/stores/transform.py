@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import isfinite, isnan
 from typing import Any
 
@@ -12,6 +12,7 @@ from oocgemm.errors import InputError, missing_bfloat16
 from oocgemm.planning.elements import GIVEN, STREAMED, ElementStep
 from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.stores.base import Array, named_dtype
+from oocgemm.values import dataclass
 
 # The dtypes to which a transform can cast.
 CASTS = ("float16", "bfloat16", "float32", "float64", "int8")

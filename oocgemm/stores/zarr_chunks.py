@@ -15,7 +15,7 @@ GPU that decodes them.
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,6 +66,7 @@ from oocgemm.stores.lines import (
     read_parts,
     read_ranges,
 )
+from oocgemm.values import dataclass
 
 # Maximum number of files that a thread has open when it reads many files together.
 MAX_OPEN = 32
@@ -114,7 +115,7 @@ class Shards:
 
     chunks: tuple[int, int]
     at_end: bool = True
-    dtype: np.dtype[Any] = np.dtype("<u8")  # noqa: RUF009  # a dtype is immutable
+    dtype: np.dtype[Any] = np.dtype("<u8")  # a dtype is immutable
     checksum: bool = True
 
     @property

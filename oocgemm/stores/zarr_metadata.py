@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from oocgemm.stores.base import NewArray
 from oocgemm.stores.codecs import Encoding, from_v2, from_v3
 from oocgemm.stores.files import open_regular, publish, read_regular
 from oocgemm.stores.zarr_chunks import Shards
+from oocgemm.values import dataclass
 
 # Files of an array's metadata, in either format.
 METADATA = V3, V2, V2_ATTRIBUTES = "zarr.json", ".zarray", ".zattrs"

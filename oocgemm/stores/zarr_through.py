@@ -12,7 +12,6 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -36,6 +35,7 @@ from oocgemm.stores.zarr_chunks import Shards
 from oocgemm.stores.zarr_matrix import UNFINISHED, ZarrMatrix, reason
 from oocgemm.stores.zarr_metadata import Metadata, compressor_codec, node_kind
 from oocgemm.system.threads import refusal
+from oocgemm.values import dataclass
 
 NAME = "bfloat16"
 BIG_ENDIAN = f"big-endian {NAME} is not supported: store it with endian = little"

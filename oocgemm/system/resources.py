@@ -4,7 +4,6 @@ import mmap
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 from pathlib import Path, PurePosixPath
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.planning.units import format_size
+from oocgemm.values import dataclass
 
 # /proc and the mount points of the cgroup file systems are below this folder. Tests use another folder.
 ROOT = Path("/")

@@ -14,12 +14,13 @@ The last part has data for drawing: rows of concurrent operations, rates over ti
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from oocgemm.planning.sinks import Stored
 from oocgemm.planning.units import format_percent
 from oocgemm.timeline.spans import LANES, Interval, Span, Timeline, intersection, length, union
+from oocgemm.values import dataclass
 
 COMPUTE = "compute"
 CAUSES = {

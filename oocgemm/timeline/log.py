@@ -32,7 +32,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from io import RawIOBase
 from itertools import pairwise
 from math import inf
@@ -46,6 +46,7 @@ from oocgemm.planning import Kind, Lane
 from oocgemm.planning.problem import DTYPES
 from oocgemm.timeline.activities import Attempt, Worker, workers_of
 from oocgemm.timeline.spans import Span, Timeline
+from oocgemm.values import dataclass
 
 FORMAT = "oocgemm-timeline"
 VERSION = 3

@@ -34,7 +34,7 @@ rate, and whether other programs used CPU cores that the run needed.
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from oocgemm.planning.cost.bound import WorkerShare, min_bytes_of_workers
@@ -59,6 +59,7 @@ from oocgemm.timeline.activities import (
 )
 from oocgemm.timeline.log import read_log
 from oocgemm.timeline.spans import MIN_CPU_WALL, Span, Timeline, intersection, length, union
+from oocgemm.values import dataclass
 
 COPY = ("h2d", "d2h")
 STORAGE = ("read", "decode", "encode", "write")

@@ -5,9 +5,11 @@ interval is a pair (start, end) in nanoseconds.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from threading import Lock
 from typing import Any, NamedTuple
+
+from oocgemm.values import dataclass
 
 Interval = tuple[int, int]
 # Lanes, in the order in which data flows through them.

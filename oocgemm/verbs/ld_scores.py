@@ -1,7 +1,7 @@
 """The verb `ld_scores`: how much of the variation at nearby variants each variant of genotypes tags."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -13,6 +13,7 @@ from oocgemm.jobs.options import LdScoresArguments, Operand, PathLike, Similarit
 from oocgemm.jobs.request import Reduction, parse_gram
 from oocgemm.jobs.run import Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients, Squared, Within
+from oocgemm.values import dataclass
 from oocgemm.verbs.correlation import with_constant
 from oocgemm.verbs.similarity import check_options
 

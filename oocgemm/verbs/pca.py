@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -25,6 +25,7 @@ from oocgemm.jobs.run import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.zarr_matrix import check_free, save_arrays
+from oocgemm.values import dataclass
 
 # Version of the arithmetic: a run of another version is not resumed.
 VERSION = 4

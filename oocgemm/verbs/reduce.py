@@ -1,6 +1,6 @@
 """The verb `reduce`: smaller results that are computed from a product, which is not stored."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -16,6 +16,7 @@ from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.sinks import REDUCTIONS
 from oocgemm.stores import Array
 from oocgemm.stores.base import dtype_name
+from oocgemm.values import dataclass
 from oocgemm.verbs.similarity import check_options, selected, selection_of
 
 

@@ -1,7 +1,7 @@
 """The verb `grm`: the genetic relationship matrix of the individuals in a matrix of genotypes."""
 
 import logging
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -38,6 +38,7 @@ from oocgemm.stores.genetics import (
     write_companions,
 )
 from oocgemm.stores.transform import Transform
+from oocgemm.values import dataclass
 
 logger = logging.getLogger("oocgemm")
 

@@ -1,7 +1,6 @@
 """Finds out from CUDA events when work ran on the device, in time of the host's clock."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, ClassVar, Self
 
@@ -11,6 +10,7 @@ from oocgemm.backends.base import Token
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Plan, Slot
+from oocgemm.values import dataclass
 
 # Maximum age, in nanoseconds, of a `Clock`'s reference event. CUDA returns the time between two events as
 # float32, so its rounding error grows with that time. Up to 2 s, the error is below 0.1 microseconds.

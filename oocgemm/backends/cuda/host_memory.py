@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -25,6 +24,7 @@ from oocgemm.planning.cost.coding import decoding_shape
 from oocgemm.planning.cost.footprint import COMPILED_LANES, HOST_ALIGNMENT, PAGE, PIECE, RingShape, ring_shape
 from oocgemm.planning.tiling import round_up
 from oocgemm.system.resources import allocate
+from oocgemm.values import dataclass
 
 # Maximum number of bytes of a host slot that one call of the driver pins.
 PART = 16 << 20

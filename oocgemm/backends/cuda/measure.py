@@ -8,7 +8,7 @@ import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -21,6 +21,7 @@ from oocgemm.backends.cuda.multiplier import Multiplier, device_name
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.emulation import workspace_layout
+from oocgemm.values import dataclass
 
 # Maximum number of random numbers that are generated for an operand; a larger one repeats them. Not a power
 # of 2: otherwise many rows of 2^i elements would be equal.

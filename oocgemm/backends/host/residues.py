@@ -18,7 +18,6 @@ two, whose exponent is stored.
 The planes of op(B) are transposed, so that all planes are contiguous along k.
 """
 
-from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
@@ -36,6 +35,7 @@ from oocgemm.planning.emulation import (
     residues,
     suffices,
 )
+from oocgemm.values import dataclass
 
 # Number of elements of a panel that `prepare` processes at a time.
 _PIECE = 1 << 16

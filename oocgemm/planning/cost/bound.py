@@ -1,7 +1,6 @@
 """Lower bounds: on the time of candidates, to skip those that cannot be the fastest, and on bytes moved."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from math import sqrt
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.tiling import Coverage, TileGrid, TileShape, length
+from oocgemm.values import dataclass
 
 
 def shape_bound(prices: Prices, tile: TileShape) -> float:

@@ -19,7 +19,7 @@ all devices per panel that is read for one. Copies between devices count as uplo
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import inf, sqrt
 from typing import NamedTuple
@@ -35,6 +35,7 @@ from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.traversal import forwards, last
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Range, Tile, TileGrid, TileShape, ceil_div, length
+from oocgemm.values import dataclass
 
 # All lanes whose time is predicted. "issue" is an additional lane: the time in which threads hold the GIL and
 # submit operations one after another.

@@ -10,7 +10,7 @@ which are what chunk files contain, to the strip's host slot.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES
 from oocgemm.planning.layout import Coding, Layouts
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Shape, TileShape, ceil_div, round_up
+from oocgemm.values import dataclass
 
 # The parts of memory for decoding, and frames, begin at multiples of a page.
 PAGE = 4096

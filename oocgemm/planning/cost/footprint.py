@@ -4,7 +4,7 @@ The ring consists of the pinned buffers through which pageable arrays are copied
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -29,6 +29,7 @@ from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, round_up
+from oocgemm.values import dataclass
 
 # Alignment, in bytes, of slots (buffers): cuBLAS needs the first, direct I/O the second.
 DEVICE_ALIGNMENT = 512

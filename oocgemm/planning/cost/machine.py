@@ -6,7 +6,7 @@ measured rates. Rates that no link can reach, or that differ much from the line,
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from functools import lru_cache
 from math import isfinite
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from oocgemm.planning.problem import COMPUTES, OPERANDS
 from oocgemm.planning.tiling import ceil_div, round_up
 from oocgemm.planning.units import format_rate, format_size
+from oocgemm.values import dataclass
 
 # Numbers of panels that are read at the same time: uncompressed panels, uncompressed panels whose digests the
 # host computes after reading, and compressed panels.

@@ -30,7 +30,7 @@ The waits are derived from this one program, as for one device.
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heapreplace
 from itertools import islice, pairwise, product, zip_longest
@@ -42,6 +42,7 @@ from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads, Panels, Placing, Step, host_cache, loads_of, pools_of
 from oocgemm.planning.schedule.traversal import NextUse, Traversal, forwards, walk
 from oocgemm.planning.tiling import Tile, TileGrid, ceil_div, length
+from oocgemm.values import dataclass
 
 # `arrangement` compares the panels that are loaded in this many rounds.
 COMPARED_ROUNDS = 64

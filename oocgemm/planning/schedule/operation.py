@@ -1,11 +1,11 @@
 """The slots (buffers) of a run, regions of slots, and operations: copies and computations of regions."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from typing import NamedTuple
 
 from oocgemm.planning.tiling import Range, Tile
+from oocgemm.values import dataclass
 
 
 class Tier(StrEnum):

@@ -38,7 +38,7 @@ of a buffer (`oocgemm.planning.schedule.hazards`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 from typing import NamedTuple
@@ -60,6 +60,7 @@ from oocgemm.planning.schedule.operation import (
 from oocgemm.planning.schedule.placement import Counts, Loads, Placed, Placing, Step
 from oocgemm.planning.schedule.traversal import NextUse
 from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
+from oocgemm.values import dataclass
 
 NOTHING: Range = (0, 0)
 

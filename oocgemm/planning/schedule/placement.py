@@ -12,7 +12,6 @@ computer*). There are two deviations:
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import tee, zip_longest
 from math import gcd, inf
@@ -21,6 +20,7 @@ from typing import NamedTuple
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import NEVER, NextUse, Panel, Walk, forwards, step_order
 from oocgemm.planning.tiling import Tile
+from oocgemm.values import dataclass
 
 # Misses are spread over all steps of a tile except this many at its start, whose panels are evicted in
 # Belady's order. With fewer, more panels would be loaded than under Belady's policy.

@@ -10,10 +10,10 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
 from typing import overload
 
 from oocgemm.planning.tiling import Tile
+from oocgemm.values import dataclass
 
 # Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62

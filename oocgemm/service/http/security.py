@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
@@ -36,6 +35,7 @@ from oocgemm.errors import InputError
 from oocgemm.service.http.views import problem, problem_of
 from oocgemm.service.job_store import JobRecord, JobStore
 from oocgemm.service.protocol import AccessError, DatabaseError
+from oocgemm.values import dataclass
 
 # A secret starts with this, so that scanners of source code recognise it.
 PREFIX = "oocgemm"

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -46,6 +46,7 @@ from oocgemm.service.limits import (
     replace_folder,
 )
 from oocgemm.service.protocol import DatabaseError, State, UnavailableError, possible
+from oocgemm.values import dataclass
 
 # Maximum number of requests that plan or wait for planning, of all users and of one user.
 MAX_PLANS, MAX_PLANS_OF_USER = 256, 128
