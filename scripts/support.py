@@ -20,11 +20,10 @@ from oocgemm.jobs.options import VERBS, options_of
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "support.md"
 # Operands that no verb takes yet, each with the reason.
 MISSING = {
-    "sparse": "sparse matrices are not multiplied yet: store a dense copy",
     "n-d": "arrays of more than two dimensions are not folded into matrices yet: reshape them",
     "concatenated": "several arrays are not joined into one operand yet: store them as one",
 }
-OPERANDS = ("plain", "transformed", "compressed", "remote", *MISSING)
+OPERANDS = ("plain", "transformed", "compressed", "remote", "sparse", *MISSING)
 EXECUTORS = {
     "host": support.ONE,
     "device": support.ONE,
@@ -42,6 +41,7 @@ cannot run. Tests run every cell. A hole raises `CombinationError` if it is aske
 - *host*: the CPU. *device*: one GPU. *devices*: several GPUs of one host. *workers*: processes on one or
   several machines. *service*: a job of the service.
 - *plain*, *compressed*: arrays at a path. *transformed*: with a `Transform`. *remote*: at a URL.
+- *sparse*: a CSR matrix in a file.
 - *resume*: an interrupted run can be continued. *verify*: the product is checked by checksums.
 
 A number names the reason of a hole, below the tables.

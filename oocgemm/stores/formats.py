@@ -34,6 +34,7 @@ FORMATS = {
     ".pt": "a PyTorch file",
     ".zip": "a zip archive",
 }
+PARTS = ("data", "indices", "indptr")  # the arrays of a sparse matrix in a group
 MARK = "::"  # between the path of an HDF5 file and the name of a dataset in it
 # For each URL scheme that zarr opens, the PyPI package that it needs. Other schemes need only fsspec. The
 # schemes of `oocgemm.stores.objects` need obstore.
@@ -202,7 +203,7 @@ def conversion(name: str, store: str, path: str | None, dtype: str, missing: tup
     """Return the remedy "convert X by ...", with a shell command for a path, or Python code for an object."""
     if path is None or path.startswith("memory:"):
         line = f'{name} = numpy.asarray({name}[:], "{dtype}")'
-        if store in ("dask", "xarray"):
+        if store in ("dask", "xarray", "csr", "csc"):
             line = f'{name} = {name}.astype("{dtype}")'
         elif store == "tensorstore":
             line = f'{name} = tensorstore.cast({name}, "{dtype}")'
@@ -250,39 +251,9 @@ def _conversion_from_hdf5(name: str, path: str, dtype: str, kept: str) -> str:
     return f"convert {name} by {python_command(code)} and pass {new}"
 
 
-def dense_conversion(name: str, group: Any, opened: str, stem: str) -> str:
-    """Return the remedy for a sparse matrix in a group, as AnnData stores it: a command that makes it dense.
-
-    The command reads 1024 rows or columns at a time. `opened` is Python code that opens the group. `stem` is
-    the path of the new array without its last part, "-dense.zarr".
-    """
-    stated = {
-        key: group.attrs.get(key) for key in ("encoding-type", "h5sparse_format", "shape", "h5sparse_shape")
-    }
-    shape = stated["shape"] if stated["shape"] is not None else stated["h5sparse_shape"]
-    if shape is None:
-        return f"convert {name} to a dense array, with scipy.sparse"
-    by_columns = "csc" in f"{stated['encoding-type']} {stated['h5sparse_format']}"
-    rows, cols = (int(extent) for extent in shape)
-    chunks = (rows, min(1024, cols)) if by_columns else (min(1024, rows), cols)
-    place = "(slice(None), slice(i, e)), d.T" if by_columns else "slice(i, e), d"
-    new = f"{stem}-dense.zarr"
-    code = (
-        f'import numpy, zarr; g = {opened}; p = g["indptr"][:]; n = len(p) - 1; '
-        f"b = zarr.create_array({json.dumps(new)}, shape={(rows, cols)}, chunks={chunks}, "
-        'dtype=g["data"].dtype); '
-        f"f = lambda i, e: (d := numpy.zeros((e - i, {rows if by_columns else cols}), b.dtype), "
-        "numpy.add.at(d, (numpy.repeat(numpy.arange(e - i), numpy.diff(p[i : e + 1])), "
-        "g['indices'][p[i] : p[e]]), "
-        f"g['data'][p[i] : p[e]]), b.__setitem__({place})); "
-        "[f(i, min(i + 1024, n)) for i in range(0, n, 1024)]"
-    )
-    return f"convert {name} by {python_command(code)} and pass {new}"
-
-
 def is_sparse(group: Any) -> bool:
     """Return whether a group, or the set of its names, contains the arrays of a sparse matrix."""
-    return all(name in group for name in ("data", "indices", "indptr"))
+    return all(name in group for name in PARTS)
 
 
 def _remedy(path: str) -> str:

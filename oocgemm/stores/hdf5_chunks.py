@@ -123,7 +123,8 @@ def listed(found: "h5py.Dataset", path: str) -> tuple[Index, str]:
 
     def add(chunk: Any) -> bool | None:
         nonlocal entries
-        (top, left), mask, offset, size = chunk
+        at, mask, offset, size = chunk
+        top, left = (0, *at)[-2:]  # a dataset of one dimension is one row
         entries.extend((top, left, mask, offset, size))
         if len(entries) == 5 * _LISTED:
             pack()
@@ -187,7 +188,8 @@ def _is_right(found: "h5py.Dataset", path: str, index: Index) -> bool:
             if sum(file.expected) > size:
                 continue
             try:
-                mask, _ = dataset.id.read_direct_chunk((i * found.chunks[0], j * found.chunks[1]))
+                corner = i * found.chunks[0], j * found.chunks[1]
+                mask, _ = dataset.id.read_direct_chunk(corner[-dataset.ndim :])
             except Exception:  # h5py raises exceptions of many types for a chunk that is not stored
                 return False
             if not file.seen or mask != index.masks[at]:

@@ -7,7 +7,6 @@ inside the metadata.
 """
 
 import errno
-import json
 import os
 import warnings
 from contextlib import suppress
@@ -19,14 +18,15 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.stores import declared
-from oocgemm.stores.base import checked
+from oocgemm.stores.base import Matrix, checked
 from oocgemm.stores.files import RefusedFileError, check_regular, open_regular, worth_caching
-from oocgemm.stores.formats import MARK, dense_conversion, is_sparse
+from oocgemm.stores.formats import MARK, is_sparse
 from oocgemm.stores.hdf5 import has_signature
 from oocgemm.stores.hdf5_chunks import Fill, HDF5Chunks, HDF5Matrix, Index, Reader, listed
 from oocgemm.stores.hdf5_filters import Pipeline, pipeline
 from oocgemm.stores.lazy import LazyMatrix
 from oocgemm.stores.npy import NpyMatrix
+from oocgemm.stores.sparse import of_group
 
 with suppress(ImportError):  # registers filters with h5py, which reads datasets that have them
     import hdf5plugin  # noqa: F401
@@ -43,8 +43,11 @@ _EDGES = 8
 _CLASSIC = b"CDF"
 
 
-def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
-    """Open a dataset of a local file. Raises `InputError`. Warns if h5py has to read the dataset."""
+def open_dataset(name: str, path: str, dataset: str) -> Matrix:
+    """Open a dataset of a local file, or a sparse matrix in a group. Raises `InputError`.
+
+    Warns if h5py has to read the elements.
+    """
     file = _opened(name, path)
     why = ""
     try:
@@ -68,8 +71,25 @@ def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
     return matrix
 
 
-def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5Matrix, str]:
+def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[Matrix, str]:
+    """Return a dataset or sparse matrix, and the reason why h5py reads it, or "" if it does not."""
     found = _dataset(name, file, path, dataset)
+    if isinstance(found, h5py.Dataset):
+        return _of_dataset(name, found, path, dataset)
+    whys = list[str]()
+
+    def part(member: str) -> Matrix:
+        matrix, why = _of_dataset(name, _DatasetRow(found[member]), path, f"{dataset}/{member}")
+        whys.append(why)
+        return matrix
+
+    matrix = of_group(name, f"{path}{MARK}{dataset}", found, part)
+    return matrix, next(filter(None, whys), "")
+
+
+def _of_dataset(
+    name: str, found: "h5py.Dataset | _DatasetRow", path: str, dataset: str
+) -> tuple[HDF5Matrix, str]:
     place = f"{name}: {path}{MARK}{dataset}"
     _check_here(place, found)
     if found.shape is None:
@@ -90,6 +110,20 @@ def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5
         described=described,
     )
     return matrix, why
+
+
+class _DatasetRow:
+    """A dataset of one dimension as a dataset of one row, with those members of h5py's that are used here."""
+
+    def __init__(self, dataset: "h5py.Dataset") -> None:
+        self._dataset, self.shape = dataset, (1, int(dataset.shape[0]))
+        self.chunks = dataset.chunks and (1, int(dataset.chunks[0]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Any:
+        return self._dataset[at[1]][None]
 
 
 def _opened(name: str, path: str) -> "h5py.File":
@@ -131,8 +165,11 @@ def _check_writers(name: str, file: "h5py.File", path: str) -> None:
         raise InputError(f"{name}: {path} is open for writing in this process: close that h5py.File first")
 
 
-def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dataset":
-    """Return the named dataset. Raises `InputError`, which lists the file's datasets, if there is none."""
+def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dataset | h5py.Group":
+    """Return the named dataset, or a group that contains a sparse matrix.
+
+    Raises `InputError`, which lists the file's datasets, if there is none.
+    """
     if not dataset.strip("/"):
         raise InputError(f"{name}: {path} is an HDF5 file, which can contain many arrays: {hint(file, path)}")
     if ".." in dataset.split("/") or "\0" in dataset:
@@ -145,13 +182,7 @@ def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dat
         return found
     kind = "a group"
     if isinstance(found, h5py.Group) and is_sparse(found):
-        opened = f"__import__('h5py').File({json.dumps(path)}, 'r')[{json.dumps(found.name)}]"
-        stem = f"{os.path.splitext(path)[0]}{found.name.replace('/', '-')}"
-        dense = hint(file, path)
-        raise InputError(
-            f"{name}: {path}{MARK}{dataset} is a sparse matrix, and a product needs a dense one: "
-            f"{dense_conversion(name, found, opened, stem)}{f'; or {dense}' if 'pass' in dense else ''}"
-        )
+        return found
     if isinstance(found, h5py.Datatype):
         kind = "a type"
     raise InputError(f"{name}: {path}{MARK}{dataset} is {kind}, not a dataset: {hint(file, path)}")
@@ -178,7 +209,7 @@ def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
     raise InputError(f"{name}: {path}{MARK}{dataset} has too many links: pass the name that they lead to")
 
 
-def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int]) -> tuple[Reader, str]:
+def _reader(name: str, found: Any, path: str, shape: tuple[int, int]) -> tuple[Reader, str]:
     """Return the reader of a dataset, and the reason why it is h5py, or "" for another reader."""
     place = f"{name}: {path}{MARK}{found.name}"
     plist = found.id.get_create_plist()

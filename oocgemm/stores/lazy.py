@@ -126,8 +126,6 @@ class LazyMatrix(ReadOnly):
             return
         kind = type(self._source).__name__
         hint = ".toarray()" if hasattr(self._source, "toarray") else "np.asarray"
-        if hasattr(self._source, "to_memory"):  # AnnData's sparse matrices in files have this method
-            hint = ".to_memory().toarray()"
         try:
             block = self._source[0:1, 0:1]
             shape = np.asarray(block).shape

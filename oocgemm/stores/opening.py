@@ -39,13 +39,16 @@ from oocgemm.stores.hdf5 import HDF5Files
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores, check_url
+from oocgemm.stores.sparse import SparseArrays
 from oocgemm.stores.zarr_matrix import ZarrArrays, ZarrPaths
 from oocgemm.system.installed import any_entry_point
 
 GROUP = "oocgemm.stores"  # the group of the entry points by which other packages add stores
 ARRAYS = Arrays()
 # These stores are tried before those of other packages.
-SPECIFIC: tuple[Store, ...] = (NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), ZarrArrays(), ARRAYS)
+SPECIFIC: tuple[Store, ...] = (
+    *(NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), SparseArrays(), ZarrArrays(), ARRAYS),
+)
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())
 

@@ -7,11 +7,10 @@ in the registry of zarr extensions. In format 2, it has the name that TensorStor
 """
 
 import importlib
-import json
-import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -28,9 +27,12 @@ from zarr.dtype import Float16, data_type_registry
 from zarr.storage import LocalStore
 
 from oocgemm.errors import ExecutionError, InputError, missing_bfloat16
-from oocgemm.stores.base import NewArray
+from oocgemm.planning import Chunked, Layout
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import Array, Matrix, NewArray, ReadOnly, checked, file_identities
 from oocgemm.stores.codecs import Encoding, from_v2, from_v3
-from oocgemm.stores.formats import dense_conversion, is_sparse, missing_client, wrong_format
+from oocgemm.stores.formats import is_sparse, missing_client, wrong_format
+from oocgemm.stores.sparse import of_group
 from oocgemm.stores.zarr_chunks import Shards
 from oocgemm.stores.zarr_matrix import UNFINISHED, ZarrMatrix, reason
 from oocgemm.stores.zarr_metadata import Metadata, compressor_codec, node_kind
@@ -193,8 +195,11 @@ def _configurations(codecs: Any) -> list[dict[str, Any]]:
 MAX_LISTED, _MAX_DEPTH = 8, 8
 
 
-def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
-    """Open an array at a path or URL. Raises `InputError`; `ExecutionError` if zarr cannot start a thread."""
+def open_zarr(name: str, path: str, *, writable: bool = False) -> Matrix:
+    """Open an array, or a sparse matrix in a group, at a path or URL.
+
+    Raises `InputError`; `ExecutionError` if zarr cannot start a thread.
+    """
     try:
         found = zarr.open(path, mode="r+" if writable else "r")
     except MemoryError:
@@ -231,12 +236,56 @@ def _check_thread(name: str, path: str, error: Exception) -> None:
         ) from error
 
 
-def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
-    """Return the matrix of an open zarr array. Raises `InputError` for a group, and for an unusable array."""
+def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> Matrix:
+    """Return the matrix of an open zarr array, or the sparse matrix in a group.
+
+    Raises `InputError` for another group, and for an unusable array.
+    """
+    if isinstance(found, zarr.Group) and not writable and is_sparse(found):
+        place = path or str(found.store_path).removeprefix("file://")
+        return of_group(name, place, found, lambda member: _row(name, found[member]))
     check_array(name, found, path, writable=writable)
     matrix = ZarrMatrix(name, found, unchanging=not writable)
     matrix.check_chunks()
     return matrix
+
+
+def _row(name: str, array: Any) -> Matrix:
+    """Return an array of one dimension as a matrix of one row."""
+    found = metadata_of(array)
+    if found.zarr_format == 2:
+        encoding = from_v2(found.stated, found.dtype)
+    else:
+        encoding = from_v3(_configurations(found.stated["codecs"]), found.dtype)
+    if found.folder is None or encoding is None or found.shards:
+        return _ArrayRow(name, array)
+    row = replace(
+        found,
+        shape=(1, int(array.shape[0])),
+        chunks=(1, max(1, int(array.chunks[0]))),
+        key=lambda number: found.key(number[1:]),
+        encoding=replace(encoding, order="C"),
+    )
+    return ZarrMatrix(name, row, unchanging=True)
+
+
+class _ArrayRow(ReadOnly):
+    """An array of one dimension, which zarr reads, as a matrix of one row."""
+
+    what = "a zarr array"
+
+    def __init__(self, name: str, array: Any) -> None:
+        self.name, self._array = name, with_own_pipeline(array)
+        self.shape, self.dtype = checked(name, (1, *array.shape), np.dtype(array.dtype))
+        size = int((array.shards or array.chunks)[0]) * self.dtype.itemsize
+        self.layout: Layout = Chunked(itemsize=self.dtype.itemsize, decode_bytes=2 * size)
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        out[0] = self._array[slice(*cols)]
+
+    def identities(self) -> set[object]:
+        folder = local_folder(self._array)
+        return set() if folder is None else file_identities(folder)
 
 
 def check_array(name: str, found: Any, path: str = "", *, writable: bool = False) -> None:
@@ -304,17 +353,12 @@ def remote_exists(url: str) -> bool:
 
 
 def _is_group(name: str, group: "zarr.Group", path: str) -> InputError:
-    """Return the error for a group. It says how to convert a sparse matrix, or which arrays the group has."""
+    """Return the error for a group. It says which arrays the group has."""
     place, folder = path or str(group.store_path), local_folder(group)
     if is_sparse(group):
-        problem = f"{name}: {place} is a sparse matrix, and a product needs a dense one"
-        if folder is None:
-            return InputError(f"{problem}: make it dense, with scipy.sparse")
-        where = os.fspath(folder) if not path else path.rstrip("/")
-        above, inside, below = where.rpartition(".zarr/")
-        stem = f"{above}-{below.replace('/', '-')}" if inside else where
-        opened = f"zarr.open_group({json.dumps(where)}, mode='r')"
-        return InputError(f"{problem}: {dense_conversion(name, group, opened, stem)}")
+        return InputError(
+            f"{name}: {place} is a sparse matrix, and these are read from local disks: copy it to one"
+        )
     return InputError(f"{name}: {place} is a zarr group, not an array{_members(folder)}")
 
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm.errors import InputError
 from tests.support.command import command
-from tests.support.suite import each_value, slow
+from tests.support.sparse_files import parts_of, write
+from tests.support.suite import slow
 
 Array = NDArray[Any]
 ON_HOST: dict[str, Any] = {"backend": "host"}
@@ -233,47 +234,13 @@ def test_matrices_of_a_three_dimensional_array_are_passed_one_by_one(verb: str) 
     call(zarr.open_array("x.zarr")[0], *further, **given)
 
 
-def csr_of(x: Array) -> dict[str, Array]:
-    rows, cols = np.nonzero(x)
-    starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(x)))])
-    return {"data": x[rows, cols], "indices": cols, "indptr": starts}
-
-
-@each_value
-@pytest.mark.parametrize("file", ["zarr", "h5ad"])
-@pytest.mark.parametrize("form", ["csr", "csc"])
-def test_sparse_matrices_of_anndata_are_made_dense(file: str, form: str) -> None:
-    x = np.random.default_rng(4).integers(0, 3, (2500, 7)) * (
-        np.random.default_rng(5).random((2500, 7)) < 0.3
-    )
-    x = x.astype(np.float32)
-    parts, attributes = (
-        csr_of(x if form == "csr" else x.T),
-        {"encoding-type": f"{form}_matrix", "shape": x.shape},
-    )
-    if file == "zarr":
-        root = zarr.open_group("a.zarr", mode="w", zarr_format=2)
-        group = root.create_group("X", attributes={**attributes, "shape": list(x.shape)})
-        for name, part in parts.items():
-            group.create_array(name, data=part)
-        root.create_group("obs").create_array("n", data=np.arange(5))
-        root.create_group("layers").create_array("dense", data=x)
-        with pytest.raises(InputError, match=r"give an array in it: X \(a sparse matrix\), layers/dense"):
-            oocgemm.gram("a.zarr", **ON_HOST)
-        path = "a.zarr/X"
-    else:
-        with h5py.File("a.h5ad", "w") as opened:
-            for name, part in parts.items():
-                opened[f"X/{name}"] = part
-            opened["X"].attrs.update(attributes)
-        path = "a.h5ad::X"
-    with pytest.raises(InputError, match="is a sparse matrix, and a product needs a dense one") as raised:
-        oocgemm.gram(path, axis=1, **ON_HOST)
-    said = re.search(r"convert X by (python -c .*?) and pass (\S*)", str(raised.value))
-    assert said is not None
-    shell(said[1])
-    found = oocgemm.gram(said[2].rstrip(";"), axis=1, uplo="full", **ON_HOST).out
-    np.testing.assert_array_equal(found, x.T @ x)
+def test_a_group_names_its_sparse_matrices() -> None:
+    write(Path("a.zarr"), (5, 4), "csr", parts_of(np.eye(5, 4), "csr"))
+    root = zarr.open_group("a.zarr")
+    root.create_group("obs").create_array("n", data=np.arange(5))
+    root.create_group("layers").create_array("dense", data=np.eye(5, 4))
+    with pytest.raises(InputError, match=r"give an array in it: X \(a sparse matrix\), layers/dense"):
+        oocgemm.gram("a.zarr", **ON_HOST)
 
 
 class _Block:
@@ -286,8 +253,8 @@ class _Block:
         return self.x
 
 
-class _CSRDataset:
-    """A sparse matrix in a file, as AnnData opens it."""
+class _Sparse:
+    """An object whose slices are sparse."""
 
     def __init__(self, x: Array) -> None:
         self.x, self.shape, self.dtype = x, x.shape, x.dtype
@@ -295,19 +262,11 @@ class _CSRDataset:
     def __getitem__(self, at: Any) -> _Block:
         return _Block(self.x[at])
 
-    def to_memory(self) -> _Block:
-        return _Block(self.x)
 
-
-def test_sparse_datasets_name_a_conversion_that_works() -> None:
+def test_objects_with_sparse_slices_name_a_conversion_that_works() -> None:
     x = np.random.default_rng(6).random((5, 4))
-    source: Any = _CSRDataset(x)
-    with pytest.raises(
-        InputError, match=r"_CSRDataset is sparse, .* convert it with \.to_memory\(\)\.toarray\(\)$"
-    ):
+    source: Any = _Sparse(x)
+    with pytest.raises(InputError, match=r"_Sparse is sparse, .* convert it with \[:\]\.toarray\(\)$"):
         oocgemm.gram(source, **ON_HOST)
-    found = oocgemm.gram(source.to_memory().toarray(), uplo="full", **ON_HOST).out
+    found = oocgemm.gram(source[:].toarray(), uplo="full", **ON_HOST).out
     np.testing.assert_allclose(found, x @ x.T)
-    del _CSRDataset.to_memory
-    with pytest.raises(InputError, match=r"convert it with \[:\]\.toarray\(\)$"):
-        oocgemm.gram(source, **ON_HOST)

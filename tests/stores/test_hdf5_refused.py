@@ -58,18 +58,6 @@ def test_a_file_without_a_dataset_lists_its_datasets() -> None:
     np.testing.assert_array_equal(oocgemm.matmul("unusual::/two", A.T.astype("f8"), backend="host"), A @ A.T)
 
 
-def test_a_sparse_matrix_is_refused_by_the_names_of_dense_ones() -> None:
-    with h5py.File("a.h5ad", "w") as file:
-        for part in ("data", "indices", "indptr"):
-            file[f"X/{part}"] = np.arange(3)
-        file["X"].attrs["encoding-type"] = "csr_matrix"
-        file["layers/dense"] = A
-    assert refusal("a.h5ad::X") == (
-        "A: a.h5ad::X is a sparse matrix, and a product needs a dense one: convert A to a dense array, with "
-        "scipy.sparse; or pass one of a.h5ad::/layers/dense (30 x 20 float32)"
-    )
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

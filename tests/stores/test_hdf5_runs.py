@@ -218,8 +218,11 @@ def test_correlations_of_genes_in_a_real_file(cells: Path, backend: str) -> None
     assert oocgemm.verify(address, address, "C.zarr", trans_a="T")
 
 
-def test_the_sparse_counts_of_a_real_file_are_refused(cells: Path) -> None:
-    with pytest.raises(
-        oocgemm.InputError, match=r"raw\.X is a sparse matrix.* pass one of .*::/X \(700 x 765"
-    ):
-        oocgemm.matmul(f"{cells}::raw.X", f"{cells}::X", backend="host")
+def test_the_sparse_counts_of_a_real_file_are_multiplied(cells: Path) -> None:
+    with h5py.File(cells) as file:
+        group = file["raw.X"]
+        starts, shape = group["indptr"][...], tuple(group.attrs["h5sparse_shape"])
+        x = np.zeros(shape, group["data"].dtype)
+        x[np.repeat(np.arange(len(x)), np.diff(starts)), group["indices"][...]] = group["data"][...]
+    found = oocgemm.gram(f"{cells}::raw.X", axis=1, uplo="full", backend="host").out
+    np.testing.assert_allclose(found, x.T @ x, rtol=1e-4, atol=1e-4)

@@ -17,6 +17,7 @@ from oocgemm.service.job_store import JobStore, NewJob
 from oocgemm.service.protocol import State
 from tests.support.fake_cuda import fake_cuda
 from tests.support.services import LIMITS, run_all
+from tests.support.sparse_files import stored
 from tests.support.web_files import web_server
 
 Array = Any
@@ -129,6 +130,8 @@ def run(cell: Cell, folder: Path) -> None:
 
 def _stored(cell: Cell, folder: Path, name: str, array: Array, stack: ExitStack) -> str:
     """Store an operand; return its path or URL."""
+    if cell.operand == "sparse":
+        return str(stored(folder, f"{name}.h5ad", array, "csr"))
     options: Any = {} if cell.operand == "compressed" else {"compressors": None}
     zarr.create_array(folder / f"{name}.zarr", data=array, chunks=(8, 8), **options)
     if cell.operand == "remote":

@@ -1,0 +1,310 @@
+"""Sparse operands in compressed form, CSR or CSC. Their blocks become dense when they are read.
+
+A *line* is a row of a CSR matrix, or a column of a CSC matrix. The *entries* of a matrix are its stored
+elements, line by line: entry number p has the value ``data[p]``, and ``indices[p]`` is its place in its line.
+Line i has the entries ``starts[i]`` to ``starts[i + 1] - 1``. (`starts` is called indptr in scipy.) Entries
+of a line may have any order. Entries at the same place are added up, as in scipy.
+
+`starts` stays in host memory during a run. Indices and data are matrices of one row, in memory or in files:
+they are read with the code for dense arrays, piece by piece.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.planning import Chunked, Layout
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.arrays import ArrayMatrix
+from oocgemm.stores.base import (
+    Array,
+    DtypeError,
+    Matrix,
+    ReadOnly,
+    Store,
+    checked,
+    described,
+    is_path,
+    not_writable,
+    package,
+)
+from oocgemm.stores.capabilities import in_memory
+from oocgemm.stores.files import scratch
+from oocgemm.stores.formats import PARTS, is_sparse
+from oocgemm.system import cache
+
+FORMATS = ("csr", "csc")
+# Formats of scipy.sparse that are converted by `tocsr`.
+_OTHERS = ("bsr", "coo", "dia", "dok", "lil")
+# Entries that a thread reads at a time, and bytes per entry of the temporary arrays that place them.
+PIECE, PLACING = 128 << 10, 40
+# The remedy for parts that do not fit together.
+AGAIN = "the sparse matrix is damaged or truncated: store it again"
+# Version of the remembered checks.
+VERSION = 1
+
+
+class SparseOperand(ReadOnly):
+    """A read-only matrix in CSR or CSC form."""
+
+    what = "a sparse matrix"
+
+    def __init__(
+        self,
+        name: str,
+        form: str,
+        shape: tuple[int, ...],
+        starts: Array,
+        indices: Matrix,
+        data: Matrix,
+        *,
+        path: str | None = None,
+    ) -> None:
+        """Wrap the parts of a matrix of `form` "csr" or "csc". `path` is None for a matrix in memory.
+
+        Raises `InputError` unless all entries are in the matrix. Entries of files that have not changed since
+        they were checked are not checked again.
+        """
+        self.name, self.kind = name, form
+        self.shape, self.dtype = checked(name, shape, data.dtype)
+        self._path, self._indices, self._data = path, indices, data
+        self._by_rows = form == "csr"
+        lines, self._width = self.shape if self._by_rows else self.shape[::-1]
+        self._check_starts(starts, lines)
+        self._starts: Array = starts.astype(np.int64)
+        piece = min(PIECE, max(1, int(self._starts[-1])))
+        entry = indices.dtype.itemsize + data.dtype.itemsize + PLACING
+        parts = indices.layout, data.layout
+        chunk = (1, max(1, self.shape[1])) if self._by_rows else (max(1, self.shape[0]), 1)
+        self.layout: Layout = Chunked(
+            read_chunk=chunk,
+            partial_reads=False,
+            page_cached=all(part.page_cached or part.in_memory for part in parts),
+            itemsize=self.dtype.itemsize,
+            contiguous=int(self._by_rows),
+            decode_bytes=piece * entry + max(part.decode_bytes + part.scratch_bytes for part in parts),
+            resident_bytes=self._starts.nbytes + sum(part.resident_bytes for part in parts),
+        )
+        self._check_indices()
+
+    @property
+    def _place(self) -> str:
+        return self.name if self._path is None else f"{self.name}: {self._path}"
+
+    @property
+    def _axes(self) -> tuple[str, str]:
+        return ("row", "column") if self._by_rows else ("column", "row")
+
+    def _check_starts(self, starts: Array, lines: int) -> None:
+        line, entries = self._axes[0], min(self._indices.shape[1], self._data.shape[1])
+        if self._indices.shape != self._data.shape:
+            raise InputError(
+                f"{self._place} has {self._indices.shape[1]} indices, {self._data.shape[1]} values: {AGAIN}"
+            )
+        if starts.dtype.kind not in "iu" or starts.shape != (lines + 1,):
+            raise InputError(
+                f"{self._place} has {lines} {line}s, and an indptr of {starts.dtype} of shape "
+                f"{starts.shape}, not of {lines + 1} integers: {AGAIN}"
+            )
+        steps = np.diff(starts.astype(np.int64))
+        if starts[0] != 0 or (steps < 0).any():
+            at = 0 if starts[0] != 0 else int((steps < 0).argmax())
+            raise InputError(
+                f"{self._place}: by its indptr, {line} {at} has the entries from {starts[at]} to before "
+                f"{starts[at + 1]}, but an indptr begins at 0 and never decreases: {AGAIN}"
+            )
+        if starts[-1] > entries:
+            raise InputError(f"{self._place} has {entries} entries, and by its indptr {starts[-1]}: {AGAIN}")
+        if self._indices.dtype.kind not in "iu":
+            raise InputError(f"{self._place} has indices of {self._indices.dtype}: indices are integers")
+
+    def _check_indices(self) -> None:
+        """Raise `InputError` for an index outside of the matrix. Remember that files have none."""
+        known = self.fingerprint()
+        place = None
+        if known is not None and known.get("content"):
+            key = json.dumps([VERSION, known], sort_keys=True, default=str)
+            with suppress(InputError):  # without a home directory there is no cache
+                place = cache.folder() / "sparse" / hashlib.sha256(key.encode()).hexdigest()[:32]
+                if place.exists():
+                    return
+        for piece in _pieces((0, int(self._starts[-1]))):
+            try:
+                indices = self._part(self._indices, piece, "indices")
+                self._check(piece, indices)
+            except ExecutionError as error:
+                raise InputError(f"{self._place}: {error}") from error
+        if place is not None:
+            with suppress(OSError):  # later runs check again
+                cache.write_whole(place, b"")
+
+    def _check(self, piece: Range, indices: Array) -> None:
+        """Raise `ExecutionError` for an index outside of the matrix, of the entries in `piece`."""
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._width:
+            at = int(((indices < 0) | (indices >= self._width)).argmax())
+            line, other = self._axes
+            number = int(np.searchsorted(self._starts, piece[0] + at, "right")) - 1
+            raise ExecutionError(
+                f"{line} {number} has an entry in {other} {indices[at]}, and the matrix has {self._width} "
+                f"{other}s: {AGAIN}"
+            )
+
+    def _part(self, part: Matrix, piece: Range, use: str) -> Array:
+        """Return some entries of `part`: the indices or the data."""
+        whole = in_memory(part)
+        if whole is not None:
+            return whole[0, slice(*piece)]
+        size = (piece[1] - piece[0]) * part.dtype.itemsize
+        out = scratch(size, use)[:size].view(part.dtype)
+        part.read((0, 1), piece, out[None])
+        return out
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        lines, places = (rows, cols) if self._by_rows else (cols, rows)
+        target = out if self._by_rows else out.T
+        target[...] = 0
+        first, last = int(self._starts[lines[0]]), int(self._starts[lines[1]])
+        for piece in _pieces((first, last)):
+            indices = self._part(self._indices, piece, "indices")
+            self._check(piece, indices)
+            values = self._part(self._data, piece, "data")
+            self._add(lines, piece, indices, values, places, target)
+
+    def _add(
+        self, lines: Range, piece: Range, indices: Array, values: Array, places: Range, target: Array
+    ) -> None:
+        """Add entries to `target`, the dense block of some lines at the `places` in them."""
+        counts = np.diff(np.clip(self._starts[lines[0] : lines[1] + 1], *piece))
+        line = np.repeat(np.arange(len(counts)), counts)
+        if places != (0, self._width):
+            kept = (indices >= places[0]) & (indices < places[1])
+            line, indices, values = line[kept], indices[kept] - places[0], values[kept]
+        with np.errstate(all="ignore"):
+            np.add.at(target, (line, indices), values)
+
+    def fingerprint(self) -> dict[str, object] | None:
+        found = [] if self._path is None else [part.fingerprint() for part in (self._indices, self._data)]
+        if not found or any(one is None for one in found):
+            return None
+        facts = {
+            "form": self.kind,
+            "shape": self.shape,
+            "starts": hashlib.sha256(self._starts.tobytes()).hexdigest(),
+        }
+        metadata = json.dumps([facts, *(one and one["metadata"] for one in found)], default=str)
+        digests = {
+            key: hashlib.sha256("".join(str(one and one[key]) for one in found).encode()).hexdigest()[:32]
+            for key in ("content", "changes")
+        }
+        return {"path": self._path, "metadata": hashlib.sha256(metadata.encode()).hexdigest()[:32], **digests}
+
+    def describe(self) -> dict[str, object]:
+        parts = self._indices.describe(), self._data.describe()
+        direct = all(part.get("direct", self._path is None) for part in parts)
+        facts = {"entries": int(self._starts[-1]), "indices": str(self._indices.dtype), "direct": direct}
+        return described(self, self.kind, self._path) | facts
+
+    def identities(self) -> set[object]:
+        return self._indices.identities() | self._data.identities()
+
+
+def _pieces(entries: Range) -> Iterator[Range]:
+    for start in range(entries[0], entries[1], PIECE):
+        yield start, min(start + PIECE, entries[1])
+
+
+def of_group(name: str, path: str, group: Any, part: Callable[[str], Matrix]) -> SparseOperand:
+    """Return the sparse matrix in a group of HDF5 or zarr, as AnnData stores it. Raises `InputError`.
+
+    `part` returns the array "data", "indices" or "indptr" of the group as a matrix of one row.
+    """
+    attributes: Mapping[str, Any] = group.attrs
+    kind, form = attributes.get("encoding-type"), attributes.get("h5sparse_format")
+    shape = attributes.get("shape", attributes.get("h5sparse_shape"))
+    form = str(kind).removesuffix("_matrix") if kind is not None else str(form)
+    place = f"{name}: {path}"
+    if form not in FORMATS:
+        raise InputError(
+            f"{place} is a sparse matrix without the attribute encoding-type = csr_matrix or csc_matrix: "
+            "write it with anndata"
+        )
+    for member in PARTS:
+        if len(group[member].shape) != 1:
+            raise InputError(f"{place}/{member} has the shape {group[member].shape}, and not one dimension")
+    try:
+        extents = tuple(int(extent) for extent in np.asarray(shape).tolist())
+    except (TypeError, ValueError):
+        raise InputError(f"{place} has the attribute shape = {shape!r}, not two integers") from None
+    try:
+        starts = part("indptr")
+        found = np.empty(starts.shape, starts.dtype)
+        starts.read((0, 1), (0, starts.shape[1]), found)
+        return SparseOperand(name, form, extents, found[0], part("indices"), part("data"), path=path)
+    except DtypeError as error:
+        raise InputError(f"{place}: {error}: convert it, with anndata or scipy.sparse") from error
+    except ExecutionError as error:
+        raise InputError(f"{place} cannot be read: {error}") from error
+
+
+class SparseArrays(Store):
+    """Open sparse matrices of scipy, others with the same attributes, and those that AnnData has opened."""
+
+    kind = "a sparse matrix"
+
+    def matches(self, operand: Any) -> bool:
+        return not is_path(operand) and (_is_backed(operand) or _form(operand) != "")
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise not_writable(name)
+        if _is_backed(operand):
+            return _of_group(name, getattr(operand, "group", operand))
+        form, where = _form(operand), package(operand)
+        if form not in FORMATS:
+            raise InputError(
+                f"{name} is a sparse matrix in the form {form}: convert it by {name} = {name}.tocsr()"
+            )
+        if where in ("cupy", "cupyx"):
+            raise InputError(
+                f"{name} is in the memory of a GPU: copy it to the host by {name} = {name}.get()"
+            )
+        shape = tuple(int(extent) for extent in operand.shape)
+        checked(name, shape, np.dtype(operand.dtype))
+        parts = (np.atleast_1d(np.asarray(getattr(operand, part)))[None] for part in ("indices", "data"))
+        indices, data = (ArrayMatrix(name, part) for part in parts)
+        return SparseOperand(name, form, shape, np.asarray(operand.indptr), indices, data)
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        return _form(operand) or "csr", None
+
+
+def _form(operand: Any) -> str:
+    """Return the form of a sparse matrix in memory, such as "csr" or "coo"; "" for other objects."""
+    form = getattr(operand, "format", None)
+    if form not in FORMATS + _OTHERS or (not hasattr(operand, "tocsr") and not hasattr(operand, "indptr")):
+        return ""
+    return str(form)
+
+
+def _is_backed(operand: Any) -> bool:
+    """Return whether an object is, or has, an open group of HDF5 or zarr that contains a sparse matrix."""
+    with suppress(Exception):  # a closed file raises exceptions of many types
+        group = getattr(operand, "group", operand)
+        return package(group) in ("h5py", "zarr") and hasattr(group, "keys") and is_sparse(group)
+    return False
+
+
+def _of_group(name: str, group: Any) -> Matrix:
+    if package(group) == "h5py":
+        from oocgemm.stores.hdf5_opening import open_dataset
+
+        return open_dataset(name, group.file.filename, group.name)
+    from oocgemm.stores.zarr_through import wrap_zarr
+
+    return wrap_zarr(name, group)
