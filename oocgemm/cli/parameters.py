@@ -10,7 +10,7 @@ import numpy as np
 from click.shell_completion import CompletionItem
 
 from oocgemm.cli.process import JSON, F, taking
-from oocgemm.jobs.options import Option, options_of, rendered, types_of
+from oocgemm.jobs.options import LazyArray, Option, options_of, rendered, types_of
 from oocgemm.planning.partition import MAX_WORKERS
 from oocgemm.stores.transform import Transform
 
@@ -173,6 +173,8 @@ def _flag(name: str) -> str:
 
 def _type(found: Option, types: frozenset[Any]) -> Any:
     """Return the click type of an option whose values have some types."""
+    if LazyArray in types:  # an operand
+        return Place()
     if found.choices:
         return click.Choice(found.choices)
     if types == {int}:

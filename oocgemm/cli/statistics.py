@@ -3,7 +3,7 @@
 A verb with a summary in `oocgemm.jobs.support.VERBS` has a command without a function of its own here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -54,15 +54,20 @@ def __getattr__(verb: str) -> click.Command:
     def run(x: str, out: str, **options: Any) -> None:
         if not options["dry_run"]:
             Destination.parse(out).check_place(lambda: 0)
-        run_product(partial(getattr(oocgemm, verb), x), out, (x,), **options)
+        run_product(partial(getattr(oocgemm, verb), x), out, _given(x, options), **options)
 
     name, summary = verb.replace("_", "-"), support.VERBS[verb].command
     return verb_command(verb, "x", "out", name=name, help=summary)(run)
 
 
+def _given(x: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the paths of the operands: X, and Y if there is one."""
+    return tuple(filter(None, (x, options.get("y"))))
+
+
 @verb_command("corr", "x", "out")
 def corr(x: str, out: str, topk: int | None, threshold: float | None, **options: Any) -> None:
-    """Compute Pearson's correlation coefficients of the rows of X.
+    """Compute Pearson's correlation coefficients of the rows of X, or of its rows with those of Y.
 
     All coefficients are stored in OUT, the path of a zarr array or a .npy file. With --topk or --threshold,
     the other coefficients are not stored, and OUT is a new zarr group as for `oocgemm similarity`.
@@ -70,15 +75,17 @@ def corr(x: str, out: str, topk: int | None, threshold: float | None, **options:
     Example: oocgemm corr X.zarr pairs.zarr --threshold 0.5
     """
     if topk is None and threshold is None:
-        run_product(partial(correlation.corr, x, out), out, (x,), **options)
+        run_product(partial(correlation.corr, x, out), out, _given(x, options), **options)
         return
     dropped = options["constant"] == "drop"  # the number of rows that are left is not known then
     if not options["dry_run"]:
         check_saving(out, x, None if dropped else topk, options["axis"])
     # With --topk or --threshold, most other options are refused if they are given.
-    known = SELECTION_OPTIONS | {"axis", "constant", "as_json", "quiet", "dry_run"}
+    known = SELECTION_OPTIONS | {"y", "axis", "constant", "as_json", "quiet", "dry_run"}
     options = {name: value for name, value in options.items() if value or name in known}
-    run_product(partial(correlation.corr, x, topk=topk, threshold=threshold), out, (x,), **options)
+    run_product(
+        partial(correlation.corr, x, topk=topk, threshold=threshold), out, _given(x, options), **options
+    )
 
 
 @verb_command("cov", "x", "out")
@@ -89,7 +96,7 @@ def cov(x: str, out: str, **options: Any) -> None:
 
     Example: oocgemm cov X.zarr C.zarr
     """
-    run_product(partial(correlation.cov, x, out), out, (x,), **options)
+    run_product(partial(correlation.cov, x, out), out, _given(x, options), **options)
 
 
 @verb_command("similarity", "e", "out")
@@ -105,7 +112,7 @@ def similarity(e: str, out: str, **options: Any) -> None:
     """
     if not options["dry_run"]:
         check_saving(out, e, options["topk"])
-    run_product(partial(find_similar, e), out, (e,), **options)
+    run_product(partial(find_similar, e), out, _given(e, options), **options)
 
 
 @verb_command("grm", "x", "out")

@@ -18,11 +18,12 @@ from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.jobs.options import Transpose
-from oocgemm.jobs.request import Chain, Gram, Reduction, Request, Selection
+from oocgemm.jobs.request import Chain, Gram, Reduction, Request, Selection, Source
 from oocgemm.jobs.stats import Stats, largest, squares, stats_of
 from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.transforming import (
     by_rows,
+    completed,
     deferred_steps,
     memory_of,
     opened,
@@ -310,10 +311,9 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
             return _open_chain(request, chain)
         case Reduction() as reduction:
             return _open_reduced(request, reduction, backend)
-    a, b = stores.open_pair(("A", request.a.given), ("B", request.b.given), decode=request.decode)
-    trans_a = op_of("trans_a", request.a.op)
-    a, trans_a = by_rows(a, request.a.transform, trans_a, left=not request.a.of_lines)
-    b, trans_b = by_rows(b, request.b.transform, op_of("trans_b", request.b.op), left=False)
+    a, b = _opened_pair(request, request.into.names)
+    a, trans_a = _multiplied(a, request.a, left=True)
+    b, trans_b = _multiplied(b, request.b, left=False)
     if request.slicing is not None:
         a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
         b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
@@ -342,7 +342,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     x, trans = _rows(opened("X", request), request.a.rows), op_of("trans_a", request.a.op)
     change = request.a.transform
     if request.a.standardize:
-        x, change = _standardized(x, request, trans), None
+        x, change = _standardized(x, request.a, trans, left=True), None
     if request.a.known is not None:
         known = request.a.known
         # Tensor cores multiply int8 fastest, and CPUs float32, in which such sums are exact.
@@ -367,11 +367,27 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     return _stored(request, problem, x, x, backend)
 
 
-def _standardized(x: Matrix, request: Request, op: Op) -> Matrix:
-    """Return X with its rows (its columns if `op` transposes) transformed and standardized."""
-    axis, kept = int(op.swaps), request.a.kept
+def _opened_pair(request: Request, names: tuple[str, str]) -> tuple[Matrix, Matrix]:
+    """Open and return A and B, with missing genotypes replaced if the request asks for that."""
+    sources, decode = (request.a, request.b), request.decode
+    found = stores.open_pair(*zip(names, (each.given for each in sources), strict=True), decode=decode)
+    a, b = (completed(x, source, request) for x, source in zip(found, sources, strict=True))
+    return a, b
+
+
+def _multiplied(x: Matrix, source: Source, *, left: bool) -> tuple[Matrix, Op]:
+    """Return an operand, A if `left` and otherwise B, as it is multiplied, and its op."""
+    op = op_of("trans_a" if left else "trans_b", source.op)
+    if source.standardize:
+        return by_rows(_standardized(x, source, op, left=left), None, op, left=left)
+    return by_rows(x, source.transform, op, left=left and not source.of_lines)
+
+
+def _standardized(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
+    """Return an operand with the rows of op(A), or the columns of op(B), transformed and standardized."""
+    axis, kept = int(left == op.swaps), source.kept
     x = x if kept is None else KeptMatrix(x, axis, kept)
-    return standardized(transformed(x, request.a.transform, op, left=True), request.a.standardize, axis)
+    return standardized(transformed(x, source.transform, op, left=left), source.standardize, axis)
 
 
 def _open_selection(
@@ -405,7 +421,7 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     if same:
         a = b = opened(name, request)
     else:
-        a, b = stores.open_pair((name, request.a.given), (names[1], request.b.given), decode=request.decode)
+        a, b = _opened_pair(request, (name, names[1]))
     if a.dtype.kind == "c":
         raise InputError(
             f"{name} is of dtype {a.dtype}, and complex numbers have no order: pass a real {name}"
@@ -414,15 +430,8 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     if same and isinstance(selection, Selection) and selection.topk:
         rows = a.shape[int(trans.swaps)] if request.a.kept is None else len(request.a.kept)
         _check_topk(name, selection, rows)
-    change = request.a.transform
-    if request.a.standardize:
-        a, change = _standardized(a, request, trans), None
-    a, trans = by_rows(a, change, trans, left=True)
-    if same:
-        b, other = a, Op.N if trans.swaps else Op.T
-    else:
-        other = op_of("trans_b", request.b.op)
-        b, other = by_rows(b, request.b.transform, other, left=False)
+    a, trans = _multiplied(a, request.a, left=True)
+    b, other = (a, Op.N if trans.swaps else Op.T) if same else _multiplied(b, request.b, left=False)
     score = _SCORES.get(a.dtype.name)
     problem = problem_of(a, b, 1, 0, trans, other, request.compute, score)
     if problem.is_corrected:

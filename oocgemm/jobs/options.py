@@ -595,6 +595,19 @@ class GramArguments(_Uplo, _Axis, GramOptions, total=False):
     """All options of `oocgemm.gram`."""
 
 
+class _Second(TypedDict, total=False):
+    y: Annotated[
+        Operand | None,
+        Option(
+            "Compare with the rows of this operand, such as Y.zarr, in place of those of the first one.",
+            "It has the first operand's dtype and number of columns. Where `axis` is 1, columns are compared "
+            "with columns. A transform applies to both operands.",
+            metavar="PATH",
+            service=False,
+        ),
+    ]
+
+
 class _Similar(TypedDict, total=False):
     topk: Annotated[
         int | None,
@@ -630,13 +643,14 @@ class _Compared(TypedDict, total=False):
         bool,
         Option(
             "Leave out the similarity of a row to itself.",
-            default=True,
+            "With {y}, no row is left out.",
+            True,
             flags=(("--include-self", "Also compare each row with itself."),),
         ),
     ]
 
 
-class ComparisonOptions(_Compared, SimilarityOptions, total=False):
+class ComparisonOptions(_Second, _Compared, SimilarityOptions, total=False):
     """Options of `oocgemm.similarity` except `topk` and `threshold`."""
 
 
@@ -670,7 +684,7 @@ class _Constant(TypedDict, total=False):
     ]
 
 
-class CoefficientOptions(_Constant, CorrelationOptions, total=False):
+class CoefficientOptions(_Second, _Constant, CorrelationOptions, total=False):
     """Options of `oocgemm.corr` except `topk`, `threshold` and `axis`."""
 
 
@@ -678,7 +692,7 @@ class CorrArguments(_Axis, _Correlated, CoefficientOptions, total=False):
     """All options of `oocgemm.corr`."""
 
 
-class CovArguments(_Axis, CorrelationOptions, total=False):
+class CovArguments(_Second, _Axis, CorrelationOptions, total=False):
     """All options of `oocgemm.cov`."""
 
     ddof: Annotated[

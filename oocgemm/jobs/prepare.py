@@ -407,6 +407,8 @@ def prepare(
             b = a if same else readable(b, memory, sweep)
         if request.a.standardize == "scale" and 0 not in a.shape and earlier is None:
             check_constant(a, int(problem.trans_a.swaps), request.a.constant)
+            if b is not a:
+                check_constant(b, int(not problem.trans_b.swaps), request.b.constant)
         if request.into.cosine:
             if request.a.standardize:
                 scales = factors(a)

@@ -202,6 +202,15 @@ class AsIs(Into):
 
 
 @dataclass(frozen=True)
+class Between(Into):
+    """C is stored. It has an element for each row (or column) of X and each row (or column) of Y."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return "X", "Y"
+
+
+@dataclass(frozen=True)
 class Selection(Into):
     """Which elements of a product are kept.
 

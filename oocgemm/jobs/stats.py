@@ -409,15 +409,17 @@ def _save(place: Path, found: Stats) -> None:
             path.unlink(missing_ok=True)
 
 
-def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bool = False) -> Array:
-    """Return 1 / norm of each row of op(matrix), or of each column if it is the `right` operand.
+def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: str = "") -> Array:
+    """Return 1 / norm of each row of op(matrix), or of each column if it is the right operand.
+
+    For the right operand, `right` is what the caller calls these columns, "row" or "column".
 
     The result is 0 for a zero row, so that its cosines are 0, as in scikit-learn. Squares are added up in
     float64, in an order that depends on the matrix alone. Raises `InputError` if a row has elements that are
     Inf or NaN, or so small that their squares underflow. `remedy` is the end of the message.
     """
-    line = "column" if right else "row"
-    sizes = squares(matrix, int(op.swaps == right), memory)
+    line, axis = right or "row", int(op.swaps == bool(right))
+    sizes = squares(matrix, axis, memory)
     if (lines := np.flatnonzero(~np.isfinite(sizes))).size:
         raise InputError(
             f"{line} {lines[0]} of {matrix.name} has elements that are Inf or NaN, so that its cosine with "
@@ -425,7 +427,7 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bo
         )
     small = sizes < MIN_SQUARES
     if matrix.dtype.itemsize == 8 and small.any():
-        small &= largest(matrix, int(op.swaps == right), memory) > 0
+        small &= largest(matrix, axis, memory) > 0
         if (lines := np.flatnonzero(small)).size:
             raise InputError(
                 f"{line} {lines[0]} of {matrix.name} has elements that are too small to be squared in "
@@ -635,12 +637,11 @@ def epilogue_numbers(
             case Within():
                 found.append((np.arange(problem.m, dtype=float), np.arange(problem.n, dtype=float)))
             case Coefficients():
-                found.append((factors(a), factors(a)))
+                found.append((factors(a), factors(b)))
             case Correlation():
-                remedy = "drop Correlation"
-                rows = cols = inverse_norms(a, problem.trans_a, memory, remedy)
+                rows = cols = inverse_norms(a, problem.trans_a, memory, step.instead)
                 if b is not a:
-                    cols = inverse_norms(b, problem.trans_b, memory, remedy, right=True)
+                    cols = inverse_norms(b, problem.trans_b, memory, step.instead, right=step.right)
                 check_range(problem, rows, cols)
                 found.append((rows, cols))
             case Gaussian():

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -82,6 +82,17 @@ class Correlation:
     rounding could make its magnitude larger. NaN stays NaN. A zero row has the cosine 0. `Correlation` must
     be the first step, with alpha = 1 and beta = 0.
     """
+
+    # The end of the message about a row that has no cosines, and what the caller calls a column of op(B).
+    instead: ClassVar[str] = "drop Correlation"
+    right: ClassVar[str] = "column"
+
+
+class Cosines(Correlation):
+    """The `Correlation` by which `similarity` compares rows."""
+
+    instead = "pass metric='dot' (--metric dot)"
+    right = "row"
 
 
 class Coefficients(Correlation):

@@ -15,7 +15,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import PanelNumbers
 from oocgemm.errors import InputError, warn_of_data
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.request import Request, Source
 from oocgemm.jobs.stats import MIN_SQUARES, Stats, Sweep, factors, stats_of
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.elements import GIVEN, ElementStep
@@ -170,10 +170,13 @@ def imputed(matrix: Matrix, memory: int) -> Matrix:
 
 def opened(name: str, request: Request) -> Matrix:
     """Open and return A of a request, with missing genotypes replaced if the request asks for that."""
-    matrix = stores.open_matrix(name, request.a.given, decode=request.decode)
-    transform = request.a.transform
-    replaces = isinstance(transform, Transform) and transform.missing is not None
-    wanted = request.a.impute and request.decode and not replaces
+    return completed(stores.open_matrix(name, request.a.given, decode=request.decode), request.a, request)
+
+
+def completed(matrix: Matrix, source: Source, request: Request) -> Matrix:
+    """Return an operand of a request, with missing genotypes replaced if the request asks for that."""
+    replaces = isinstance(source.transform, Transform) and source.transform.missing is not None
+    wanted = source.impute and request.decode and not replaces
     return imputed(matrix, memory_of(request)) if wanted else matrix
 
 

@@ -19,11 +19,11 @@ from oocgemm.jobs.options import (
     check_names,
     documented,
 )
-from oocgemm.jobs.request import Request, parse_gram
+from oocgemm.jobs.request import Between, Request, parse_gram
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients
 from oocgemm.jobs.transforming import memory_of, opened, readable, transformed, varying_lines
-from oocgemm.verbs.similarity import check_options, selected, selection_of
+from oocgemm.verbs.similarity import between, check_options, selected, selection_of
 
 
 @overload
@@ -67,13 +67,16 @@ def corr(
     axis: int = 0,
     topk: int | None = None,
     threshold: float | None = None,
+    y: Operand | None = None,
     constant: str = "nan",
     dry_run: bool = False,
     **options: Unpack[CorrelationOptions],
 ) -> Result | Neighbors | Pairs | Plan:
     """Compute Pearson's correlation coefficients of the rows of X, as `numpy.corrcoef` does.
 
-    Each row is centered and scaled in float64 when it is read. It is rounded to float32 unless X is float64.
+    With `y`, compute those of each row of X with each row of Y, as SciPy's ``1 - cdist(X, Y,
+    "correlation")``. Each row is centered and scaled in float64 when it is read. It is rounded to float32
+    unless X is float64.
 
     Args:
         x: a real two-dimensional operand as for `gemm`, or one of int32 or int64. Missing genotypes of a .bed
@@ -82,9 +85,9 @@ def corr(
         {options}
 
     Returns:
-        A `Result` with both triangles of the coefficients, which are exact mirror images; with `topk` the
-            `Neighbors`, with `threshold` the `Pairs`. No coefficient is outside [-1, 1]. With `dry_run`, the
-            `Plan`, which counts all rows.
+        A `Result` with both triangles of the coefficients, which are exact mirror images, or, with `y`, with
+            the m x n coefficients of m rows with n rows. With `topk` the `Neighbors`, with `threshold` the
+            `Pairs`. No coefficient is outside [-1, 1]. With `dry_run`, the `Plan`, which counts all rows.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
@@ -95,14 +98,26 @@ def corr(
            [-1.,  1.]])
     """
     check_choices("corr", constant=constant)
+    if y is not None and constant == "drop":
+        raise InputError(
+            "constant = 'drop' leaves rows of one operand out, and with y there are two: pass constant='nan' "
+            "or 'raise' (--constant raise)"
+        )
     if topk is None and threshold is None:
-        request = _gram("corr", x, out, axis, {"epilogue": (Coefficients(),)}, options)
+        request = _gram("corr", x, y, out, axis, {"epilogue": (Coefficients(),)}, options)
     elif out is not None:
         raise InputError("the result of topk or threshold is kept in memory: drop out")
     else:
         check_options("corr", options, SimilarityOptions)
-        chosen = replace(selection_of(topk, threshold), absolute=threshold is not None, cosine=True)
-        request = replace(_gram("corr", x, None, axis, {}, options), into=chosen)
+        chosen = replace(selection_of(topk, threshold), absolute=threshold is not None)
+        if y is None:
+            request = replace(
+                _gram("corr", x, None, None, axis, {}, options), into=replace(chosen, cosine=True)
+            )
+        else:
+            chosen = replace(chosen, names=("X", "Y"), same=False, excludes_self=False)
+            request = _gram("corr", x, y, None, axis, {"epilogue": (Coefficients(),)}, options)
+            request = replace(request, into=chosen)
     request = request.with_operands(standardize="scale", impute=True)
     if not dry_run:
         request = with_constant(request, constant)
@@ -136,11 +151,12 @@ def cov(
     out: Output = None,
     *,
     axis: int = 0,
+    y: Operand | None = None,
     ddof: int = 1,
     dry_run: bool = False,
     **options: Unpack[CorrelationOptions],
 ) -> Result | Plan:
-    """Compute covariances of the rows of X, as `numpy.cov` does.
+    """Compute covariances of the rows of X, as `numpy.cov` does; with `y`, of each row of X with each of Y.
 
     Each row is centered in float64 when it is read. It is rounded to float32 unless X is float64.
 
@@ -149,8 +165,8 @@ def cov(
         {options}
 
     Returns:
-        A `Result` with both triangles of the covariances, which are exact mirror images; with `dry_run`, the
-            `Plan`.
+        A `Result` with both triangles of the covariances, which are exact mirror images, or, with `y`, with
+            the m x n covariances of m rows with n rows. With `dry_run`, the `Plan`.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if the
@@ -168,13 +184,22 @@ def cov(
             f"a covariance of {shape[1 - axis]} elements with ddof = {ddof} divides by {divisor}: pass a "
             "smaller ddof"
         )
-    request = _gram("cov", x, out, axis, {"alpha": 1 / divisor}, options)
+    request = _gram("cov", x, y, out, axis, {"alpha": 1 / divisor}, options)
     return outcome(request.with_operands(standardize="center", impute=True), dry_run=dry_run)
 
 
 def _gram(
-    function: str, x: Operand, out: Output, axis: int, scalars: dict[str, Any], options: CorrelationOptions
+    function: str,
+    x: Operand,
+    y: Operand | None,
+    out: Output,
+    axis: int,
+    scalars: dict[str, Any],
+    options: CorrelationOptions,
 ) -> Request:
+    """Return the request of products of the rows of X with one another, or with those of Y."""
     check_names(function, options, CorrelationOptions)
-    given: dict[str, Any] = dict(options)
-    return parse_gram(x, out, axis, "full", given | scalars)  # type: ignore[arg-type]
+    given: dict[str, Any] = dict(options) | scalars
+    if y is not None:
+        return between(("X", x), ("Y", y), out, axis, Between(), given)
+    return parse_gram(x, out, axis, "full", given)  # type: ignore[arg-type]

@@ -14,14 +14,17 @@ from oocgemm.jobs.options import (
     OPTIONS,
     ComparisonOptions,
     Operand,
+    Output,
     SimilarityArguments,
     SimilarityOptions,
     check_choices,
     check_names,
     documented,
 )
-from oocgemm.jobs.request import Destination, Request, Selection
+from oocgemm.jobs.request import Destination, Into, Request, Selection
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
+from oocgemm.jobs.steps import Cosines
+from oocgemm.planning import Op
 from oocgemm.stores import Collecting
 from oocgemm.stores.zarr_matrix import check_free
 
@@ -52,14 +55,16 @@ def similarity(
     *,
     topk: int | None = None,
     threshold: float | None = None,
+    y: Operand | None = None,
     metric: str = "cosine",
     exclude_self: bool = True,
     dry_run: bool = False,
     **options: Unpack[SimilarityOptions],
 ) -> Neighbors | Pairs | Plan:
-    """Find the rows of E that are most similar to each row of E. E E^T is computed, but not stored.
+    """Find the rows of E, or of Y, that are most similar to each row of E.
 
-    The result is exact: all pairs of rows are compared. Pass either `topk` or `threshold`.
+    E E^T, or E Y^T, is computed, but not stored. The result is exact: all pairs of rows are compared. Pass
+    either `topk` or `threshold`.
 
     Args:
         e: a real two-dimensional operand as for `gemm`, n x k. Rows are compared. Missing genotypes of a .bed
@@ -67,10 +72,11 @@ def similarity(
         {options}
 
     Returns:
-        With `topk`, the `Neighbors`. Their arrays take 12 * n * topk bytes, or 16 * n * topk with float64
-            scores, and as much again is used to make them. With `threshold`, the `Pairs`, which take 12 or 16
-            bytes per pair, and as much again is used. Scores are float32, but float64 for float64 and int8
-            operands. Sums of int8 products are exact. With `dry_run`, the `Plan`.
+        With `topk`, the `Neighbors`, with the numbers of rows of E, or of Y if it is given. Their arrays take
+            12 * n * topk bytes, or 16 * n * topk with float64 scores, and as much again is used to make them.
+            With `threshold`, the `Pairs`, which take 12 or 16 bytes per pair, and as much again is used.
+            Scores are float32, but float64 for float64 and int8 operands. Sums of int8 products are exact.
+            With `dry_run`, the `Plan`.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `ExecutionError` also if so
@@ -84,13 +90,45 @@ def similarity(
     check_options("similarity", options, SimilarityOptions)
     check_choices("similarity", metric=metric)
     chosen = selection_of(topk, threshold)
-    chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
-    e = stores.located("E", e)
+    if y is not None:
+        steps = {"epilogue": (Cosines(),) if metric == "cosine" else ()}
+        chosen = replace(chosen, names=("E", "Y"), same=False, excludes_self=False)
+        request = between(("E", e), ("Y", y), None, 0, chosen, {**options, **steps})
+    else:
+        chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
+        e = stores.located("E", e)
+        given: dict[str, Any] = dict(options)
+        transform = given.pop("transform", None)
+        request = Request.of(e, e, Destination.parse(None), into=chosen, **given)
+        request = request.with_operands(transform=transform)
+    return outcome(request.with_operands(impute=True), selected, dry_run=dry_run)
+
+
+def between(
+    x: tuple[str, Operand], y: tuple[str, Operand], out: Output, axis: int, into: Into, options: Any
+) -> Request:
+    """Return a request whose C has an element for each row of X and each row of Y; of columns if `axis` is 1.
+
+    `x` and `y` are names and operands. Raises `InputError` if rows of X and of Y differ in length.
+    """
+    if isinstance(axis, bool) or axis not in (0, 1):
+        raise InputError(f"axis = {axis!r}: pass 0 to compare rows, or 1 to compare columns")
+    sources = [stores.located(*each) for each in (x, y)]
+    names, line = (x[0], y[0]), ("row", "column")[axis]
+    first, second = (
+        stores.open_matrix(*each, decode=False).shape for each in zip(names, sources, strict=True)
+    )
+    if first[1 - axis] != second[1 - axis]:
+        raise InputError(
+            f"a {line} of {names[0]} has {first[1 - axis]} elements and a {line} of {names[1]} has "
+            f"{second[1 - axis]}: pass operands whose {line}s are of equal length"
+        )
     given: dict[str, Any] = dict(options)
     transform = given.pop("transform", None)
-    request = Request.of(e, e, Destination.parse(None), into=chosen, **given)
-    request = request.with_operands(impute=True, transform=transform)
-    return outcome(request, selected, dry_run=dry_run)
+    request = Request.of(sources[0], sources[1], Destination.parse(out), into=into, **given)
+    ops = {"a": Op.T if axis else Op.N, "b": Op.N if axis else Op.T}
+    sides = {side: replace(getattr(request, side), op=op, transform=transform) for side, op in ops.items()}
+    return replace(request, **sides)
 
 
 def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None:
