@@ -14,25 +14,25 @@ extern const char ooc_sources[];
 void ooc_copy_rows(char *to, ptrdiff_t to_pitch, const char *from, ptrdiff_t from_pitch, size_t size, size_t rows);
 
 /* A part of a block that one thread copies at a time: `rows` rows from number `row` on, of which `size` bytes
- * each, from byte `at` on. */
+ * each, from byte `at` on. If `rows` is 1, the bytes may go on in the rows behind. */
 struct ooc_piece {
   size_t row, rows, at, size;
 };
 
 /* Moves a piece between its place on the host and a pinned buffer, in which its rows follow each other. `place`
- * says where the block is, and `number` is the piece's number in its block. Returns 0 or an errno. Several threads
- * call it at once. */
-typedef int (*ooc_move)(const void *place, size_t number, const struct ooc_piece *piece, char *buffer);
+ * says where the block is. Returns 0 or an errno. Several threads call it at once. */
+typedef int (*ooc_move)(const void *place, const struct ooc_piece *piece, char *buffer);
 
-/* A place in memory: rows that start `pitch` bytes apart. */
+/* A place in memory: rows of `size` bytes that start `pitch` bytes apart. */
 struct ooc_memory {
   char *address;
   ptrdiff_t pitch;
+  size_t size;
 };
 
 /* `ooc_move` from and to an `ooc_memory`. */
-int ooc_from_memory(const void *place, size_t number, const struct ooc_piece *piece, char *buffer);
-int ooc_to_memory(const void *place, size_t number, const struct ooc_piece *piece, char *buffer);
+int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buffer);
+int ooc_to_memory(const void *place, const struct ooc_piece *piece, char *buffer);
 
 /* CUDA's struct CUDA_MEMCPY2D: a copy of `height` rows of `width` bytes. */
 struct ooc_end {
@@ -49,7 +49,7 @@ struct ooc_rectangle {
 };
 
 /* The functions of the CUDA driver that a pool calls: cuCtxSetCurrent, cuMemcpyAsync, cuMemcpy2DAsync,
- * cuStreamWriteValue32, cuStreamQuery and cuEventRecord. Each returns 0 or an error. */
+ * cuStreamWriteValue32, cuStreamQuery, cuEventRecord and cuStreamWaitEvent. Each returns 0 or an error. */
 struct ooc_driver {
   int (*enter)(void *context);
   int (*copy)(uint64_t to, uint64_t from, size_t size, void *stream);
@@ -57,6 +57,7 @@ struct ooc_driver {
   int (*write)(void *stream, uint64_t address, uint32_t value, unsigned flags);
   int (*query)(void *stream);
   int (*record)(void *event, void *stream);
+  int (*wait)(void *stream, void *event, unsigned flags);
 };
 
 /* A block that is copied. The caller sets the first fields, and keeps all of it, and what it points to, until the
@@ -64,32 +65,40 @@ struct ooc_driver {
 struct ooc_block {
   ooc_move move;
   const void *place;
-  const struct ooc_piece *pieces;
-  size_t count;     /* of pieces, at least 1 */
+  const struct ooc_piece *pieces; /* all of them, or NULL if the pool may cut the block anywhere */
+  size_t bytes;     /* of the block, at least 1 */
   uint64_t device;  /* address of the block on the device, where its rows follow each other */
   size_t row_bytes; /* of the whole block */
-  void *stream;     /* of the copies */
-  void *end;        /* an event, which is recorded when the last copy has been issued */
+  void **waits;     /* events that the copies wait for */
+  size_t wait_count;
+  void *start, *end; /* events, which are recorded before the first copy, and after all copies */
   /* Set by the pool. An error is that of the driver if positive, an errno if negative. No piece is copied after the
    * first error. */
   int error;
-  int issued;        /* whether all copies have been issued */
+  int issued;        /* whether all copies have been issued, and the end recorded */
   int64_t issued_at; /* when the first copy was issued, in nanoseconds of the monotonic clock */
-  size_t taken, unissued, unfinished;
+  size_t cut, taken, inside, unfinished;
   struct ooc_block *next;
 };
 
-/* Threads that copy blocks in one direction. Each has a lane: pinned memory for the buffers of its pieces. */
+/* What a thread of a pool copies by. All copies are on its stream. Its `size` bytes of pinned memory hold the pieces
+ * that are in flight. A piece has at most `size` bytes. `mark` is in pinned memory, too. `event` is the lane's own. */
+struct ooc_lane {
+  char *memory;
+  size_t size;
+  uint32_t *mark;
+  void *stream, *event;
+};
+
+/* Threads that copy blocks in one direction, one per lane. */
 struct ooc_pool;
 
-/* Starts `lanes` threads. Lane i has the `size` bytes from `memory` + i * `pitch` on, for at most `buffers` pieces at a
- * time. A piece has at most half of these bytes. The pool also uses OOC_MARK bytes per buffer of each lane at `marks`,
- * in pinned memory, too. Returns NULL if a thread cannot be started. */
-#define OOC_MARK 64
-struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int uploads, size_t lanes, size_t buffers,
-                          char *memory, size_t pitch, size_t size, char *marks);
+/* Starts the threads. The ends of blocks are recorded on the stream `ends`. Returns NULL if a thread cannot be
+ * started. */
+struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int uploads, void *ends, size_t lanes,
+                          const struct ooc_lane *given);
 
-/* Begins to copy a block. Its stream must be waiting for what the copies depend on. */
+/* Begins to copy a block. */
 void ooc_begin(struct ooc_pool *pool, struct ooc_block *block);
 
 /* Waits until all copies of a block have been issued (`ooc_issued`), or until all pieces have also been written to

@@ -29,14 +29,14 @@
         STORE((void *)(to + i + 2 * WIDTH), c);                                       \
         STORE((void *)(to + i + 3 * WIDTH), d);                                       \
       }                                                                               \
-    _mm_sfence();                                                                     \
   }
 STREAM(stream_sse2, , 16, __m128i, _mm_loadu_si128, _mm_stream_si128)
 /* On a Xeon, these copied 1.2 times as fast, by 8 threads. */
 STREAM(stream_avx512, __attribute__((target("avx512f"))), 64, __m512i, _mm512_loadu_si512, _mm512_stream_si512)
 #endif
 
-/* Copies bytes without reading the target's cache lines first, which saves a third of the traffic of memory. */
+/* Copies bytes without reading the target's cache lines first, which saves a third of the traffic of memory. Other
+ * threads see them after `end_streams`. */
 static void copy_streamed(char *to, const char *from, size_t size) {
 #ifdef STREAMS
   size_t head = (size_t)(-(uintptr_t)to & 63);
@@ -52,31 +52,59 @@ static void copy_streamed(char *to, const char *from, size_t size) {
   memcpy(to, from, size);
 }
 
+static void end_streams(void) {
+#ifdef STREAMS
+  _mm_sfence();
+#endif
+}
+
+static void copy_run(char *to, const char *from, size_t size) {
+  if (size < MIN_STREAMED)
+    memcpy(to, from, size);
+  else
+    copy_streamed(to, from, size);
+}
+
 void ooc_copy_rows(char *to, ptrdiff_t to_pitch, const char *from, ptrdiff_t from_pitch, size_t size, size_t rows) {
   if (to_pitch == (ptrdiff_t)size && from_pitch == (ptrdiff_t)size) {
     size *= rows;
     rows = rows > 0;
   }
-  for (size_t i = 0; i < rows; ++i, to += to_pitch, from += from_pitch) {
-    if (size < MIN_STREAMED)
-      memcpy(to, from, size);
-    else
-      copy_streamed(to, from, size);
-  }
+  for (size_t i = 0; i < rows; ++i, to += to_pitch, from += from_pitch)
+    copy_run(to, from, size);
+  end_streams();
 }
 
-int ooc_from_memory(const void *place, size_t number, const struct ooc_piece *piece, char *buffer) {
-  const struct ooc_memory *at = place;
-  const char *from = at->address + (ptrdiff_t)piece->row * at->pitch + piece->at;
-  (void)number;
-  ooc_copy_rows(buffer, (ptrdiff_t)piece->size, from, at->pitch, piece->size, piece->rows);
+/* Returns the bytes of a piece up to where it goes on in the next row; all of them if there are no gaps between rows. */
+static size_t first_run(const struct ooc_memory *of, const struct ooc_piece *piece, char **address) {
+  size_t row = of->pitch == (ptrdiff_t)of->size ? 0 : piece->at / of->size, within = piece->at - row * of->size;
+  *address = of->address + (ptrdiff_t)row * of->pitch + within;
+  size_t run = of->size - within;
+  return of->pitch == (ptrdiff_t)of->size || run > piece->size ? piece->size : run;
+}
+
+int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buffer) {
+  const struct ooc_memory *of = place;
+  char *from;
+  /* The stores go through the caches: the link then reads most of the piece from there. */
+  for (size_t run = first_run(of, piece, &from), left = piece->size; left;) {
+    memcpy(buffer, from, run);
+    buffer += run, left -= run;
+    from += (ptrdiff_t)run + of->pitch - (ptrdiff_t)of->size;
+    run = left < of->size ? left : of->size;
+  }
   return 0;
 }
 
-int ooc_to_memory(const void *place, size_t number, const struct ooc_piece *piece, char *buffer) {
-  const struct ooc_memory *at = place;
-  char *to = at->address + (ptrdiff_t)piece->row * at->pitch + piece->at;
-  (void)number;
-  ooc_copy_rows(to, at->pitch, buffer, (ptrdiff_t)piece->size, piece->size, piece->rows);
+int ooc_to_memory(const void *place, const struct ooc_piece *piece, char *buffer) {
+  const struct ooc_memory *of = place;
+  char *to;
+  for (size_t run = first_run(of, piece, &to), left = piece->size; left;) {
+    copy_run(to, buffer, run);
+    buffer += run, left -= run;
+    to += (ptrdiff_t)run + of->pitch - (ptrdiff_t)of->size;
+    run = left < of->size ? left : of->size;
+  }
+  end_streams();
   return 0;
 }

@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ DRIVER = (
     "cuStreamWriteValue32_v2",
     "cuStreamQuery",
     "cuEventRecord",
+    "cuStreamWaitEvent",
 )
 # An array with one row per piece of a block: the first row of the piece in the block, its number of rows, its
 # first byte in each of these rows, and its bytes per row.
@@ -31,7 +32,7 @@ Pieces = NDArray[np.uintp]
 class _MemoryBlock(ctypes.Structure):
     """struct ooc_memory."""
 
-    _fields_ = (("address", _AT), ("pitch", ctypes.c_ssize_t))
+    _fields_ = (("address", _AT), ("pitch", ctypes.c_ssize_t), ("size", _SIZE))
 
 
 class _Stored(ctypes.Structure):
@@ -49,10 +50,10 @@ class Block(ctypes.Structure):
     """
 
     _fields_ = (
-        *(("move", _AT), ("place", _AT), ("pieces", _AT), ("count", _SIZE)),
-        *(("device", ctypes.c_uint64), ("row_bytes", _SIZE), ("stream", _AT), ("end", _AT)),
-        *(("error", _INT), ("issued", _INT), ("issued_at", ctypes.c_int64)),
-        *(("taken", _SIZE), ("unissued", _SIZE), ("unfinished", _SIZE), ("next", _AT)),
+        *(("move", _AT), ("place", _AT), ("pieces", _AT), ("bytes", _SIZE)),
+        *(("device", ctypes.c_uint64), ("row_bytes", _SIZE), ("waits", _AT), ("wait_count", _SIZE)),
+        *(("start", _AT), ("end", _AT), ("error", _INT), ("issued", _INT), ("issued_at", ctypes.c_int64)),
+        *(("cut", _SIZE), ("taken", _SIZE), ("inside", _SIZE), ("unfinished", _SIZE), ("next", _AT)),
     )
     error: int
     issued_at: int
@@ -64,33 +65,18 @@ def available() -> bool:
     return compiled() is not None
 
 
-@lru_cache(64)
-def row_pieces(rows: int, row: int, size: int) -> Pieces:
-    """Cut `rows` rows of `row` bytes into pieces of at most `size` bytes: whole rows, or parts of one row.
-
-    >>> row_pieces(3, 16, 32).tolist(), row_pieces(1, 40, 32).tolist()
-    ([[0, 2, 0, 16], [2, 1, 0, 16]], [[0, 1, 0, 32], [0, 1, 32, 8]])
-    """
-    height, width = max(1, size // row), min(row, size)
-    tops, lefts = np.arange(0, rows, height), np.arange(0, row, width)
-    pieces = np.empty((len(tops), len(lefts), 4), np.uintp)
-    pieces[..., 0], pieces[..., 2] = tops[:, None], lefts
-    pieces[..., 1], pieces[..., 3] = np.minimum(height, rows - tops)[:, None], np.minimum(width, row - lefts)
-    return pieces.reshape(-1, 4)
-
-
-def memory_block(array: NDArray[Any], pieces: Pieces, device: int, *, uploads: bool) -> Block:
+def memory_block(array: NDArray[Any], device: int, *, uploads: bool) -> Block:
     """Return the block for an array with contiguous rows. `device` is its address on the device."""
-    place = _MemoryBlock(array.ctypes.data, array.strides[0] if len(array) > 1 else 0)
+    row = array.shape[1] * array.itemsize
+    place = _MemoryBlock(array.ctypes.data, array.strides[0] if len(array) > 1 else row, row)
     found = Block(
         move=_library().from_memory if uploads else _library().to_memory,
         place=ctypes.addressof(place),
-        pieces=pieces.ctypes.data,
-        count=len(pieces),
+        bytes=array.nbytes,
         device=device,
-        row_bytes=array.shape[1] * array.itemsize,
+        row_bytes=row,
     )
-    found.owned = place, pieces, array
+    found.owned = place, array
     return found
 
 
@@ -105,7 +91,7 @@ def stored_block(chunks: int, corner: tuple[int, int], pieces: Pieces, device: i
         move=_library().from_chunks,
         place=ctypes.addressof(place),
         pieces=pieces.ctypes.data,
-        count=len(pieces),
+        bytes=int((pieces[:, 1] * pieces[:, 3]).sum()),
         device=device,
         row_bytes=row_bytes,
     )
@@ -113,42 +99,43 @@ def stored_block(chunks: int, corner: tuple[int, int], pieces: Pieces, device: i
     return found
 
 
+class Lane(ctypes.Structure):
+    """struct ooc_lane: the addresses of a thread's pinned memory, mark, stream and event."""
+
+    _fields_ = (("memory", _AT), ("size", _SIZE), ("mark", _AT), ("stream", _AT), ("event", _AT))
+
+
 class Pool:
-    """Threads that copy blocks in one direction, each through pinned buffers of its own."""
+    """Threads that copy blocks in one direction, each through a lane of its own."""
 
     def __init__(
-        self,
-        driver: Sequence[int],
-        context: int,
-        memory: tuple[int, int, int, int],
-        shape: tuple[int, int],
-        *,
-        uploads: bool,
+        self, driver: Sequence[int], context: int, ends: int, lanes: Sequence[Lane], *, uploads: bool
     ) -> None:
-        """Start the threads. Raises `ExecutionError` if the system cannot start them.
+        """Start the threads, one per lane. Raises `ExecutionError` if the system cannot start them.
 
         - `driver`: addresses of the functions in `DRIVER`.
         - `context`: the CUDA context, which each thread passes to the first of these functions.
-        - `memory`: the address of the first thread's pinned memory, the distance in bytes to the next
-          thread's memory, the bytes of each thread's memory, and the address of 64 more pinned bytes for each
-          buffer of each thread.
-        - `shape`: the number of threads, and the maximum number of pieces that a thread copies at a time. A
-          piece has at most half of the bytes of a thread's memory.
+        - `ends`: the stream on which the ends of blocks are recorded.
         - `uploads`: whether the blocks are copied to the device.
         """
         functions = (_AT * len(DRIVER))(*driver)
         self._library = _library()
-        self._pool = self._library.open(functions, context, uploads, *shape, *memory)
+        given = (Lane * len(lanes))(*lanes)
+        self._pool = self._library.open(functions, context, uploads, ends, len(lanes), given)
         if not self._pool:
             why = refusal(RuntimeError("can't start new thread"))
             raise ExecutionError(f"the system cannot start a thread that copies blocks: {why}")
 
-    def begin(self, block: Block, stream: int, end: int) -> None:
-        """Begin to copy a block on a stream. Record the event `end` when its last copy has been issued.
+    def begin(self, block: Block, waits: Sequence[int], start: int, end: int) -> None:
+        """Begin to copy a block once the events `waits` have completed.
 
-        The caller keeps `block` until all its copies have finished.
+        The event `start` is recorded before the first copy, and the event `end` after the last one. The
+        caller keeps `block` and the events until all its copies have finished.
         """
-        block.stream, block.end = stream, end
+        events = (_AT * len(waits))(*waits)
+        block.waits, block.wait_count = ctypes.addressof(events), len(waits)
+        block.start, block.end = start, end
+        block.owned += (events,)
         self._library.begin(self._pool, ctypes.byref(block))
 
     def wait_issued(self, block: Block) -> None:
@@ -190,7 +177,7 @@ class _Library:
             return kind(result, *types)((f"ooc_{name}", library))
 
         block = _AT, ctypes.POINTER(Block)
-        self.open = function("open", _AT, _AT, _INT, _SIZE, _SIZE, _AT, _SIZE, _SIZE, _AT, result=_AT)
+        self.open = function("open", _AT, _AT, _INT, _AT, _SIZE, ctypes.POINTER(Lane), result=_AT)
         self.begin = function("begin", *block)
         self.wait_issued, self.wait_finished = (
             function(name, *block, _INT, result=_INT) for name in ("issued", "finished")

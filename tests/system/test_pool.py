@@ -16,35 +16,42 @@ from hypothesis import strategies as st
 
 from oocgemm.errors import ExecutionError
 from oocgemm.system.installed import compiled
-from oocgemm.system.pool import DRIVER, Pieces, Pool, error_of, memory_block, row_pieces
+from oocgemm.system.pool import DRIVER, Block, Lane, Pieces, Pool, error_of, memory_block
 from tests.support.native import built
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no compiled host code")
 
 SIZE = 256  # maximum bytes of a piece
 # The functions of the driver that may fail, by number, and the status of a failure.
-COPY, COPY_ROWS, WRITE, QUERY, RECORD = 1, 2, 3, 4, 5
+COPY, COPY_ROWS, WRITE, QUERY, RECORD, WAIT = 1, 2, 3, 4, 5, 6
 FAILED = 719
-STREAMS, END = (1, 2, 3), 1 << 20  # handles
+# Handles: the streams of the lanes, of the ends, and of what copies wait for; events.
+LANES, ENDS, OTHER, START, END, LEFT = 1, 50, 60, 1 << 19, 1 << 20, 1 << 21
 
 
-def driver(seed: int = 0, function: int = 0, first: int = 0) -> Any:
-    """Return the fake driver after a reset: call number `first` of a function fails."""
+def driver(seed: int = 0) -> Any:
+    """Return the fake driver after a reset."""
     library = built("driver")
-    library.fake_reset(seed, function, first)
+    library.fake_reset(seed)
     return library
 
 
 @contextmanager
-def pool(library: Any, lanes: int = 3, buffers: int = 2, *, uploads: bool) -> Iterator[Pool]:
-    memory, marks = np.zeros(lanes * 3 * SIZE, np.uint8), np.ones(lanes * buffers * 64, np.uint8)
+def pool(library: Any, lanes: int = 3, size: int = 2 * SIZE, *, uploads: bool) -> Iterator[Pool]:
+    """Open a pool whose lanes have `size` bytes each."""
+    pitch = size + SIZE
+    memory, marks = np.full(lanes * pitch, 77, np.uint8), np.ones(lanes * 16, np.uint32)
     functions = (ctypes.c_void_p * len(DRIVER)).in_dll(library, "fake_driver")
-    places = memory.ctypes.data, 3 * SIZE, 2 * SIZE, marks.ctypes.data
-    made = Pool([at or 0 for at in functions], 1, places, (lanes, buffers), uploads=uploads)
+    given = [
+        Lane(memory.ctypes.data + i * pitch, size, marks.ctypes.data + 64 * i, LANES + i, LEFT + i)
+        for i in range(lanes)
+    ]
+    made = Pool([at or 0 for at in functions], 1, ENDS, given, uploads=uploads)
     try:
         yield made
     finally:
         made.close()
+    assert (memory.reshape(lanes, pitch)[:, size:] == 77).all()  # nobody has written behind a lane
 
 
 def pieces_of(rows: int, row: int, height: int, width: int) -> Pieces:
@@ -58,17 +65,26 @@ def pieces_of(rows: int, row: int, height: int, width: int) -> Pieces:
 
 
 class Copied:
-    """An array with gaps between its rows, the device's memory, and the block that is copied between them."""
+    """An array with gaps between its rows, the device's memory, and the block that is copied between them.
 
-    def __init__(self, rows: int, row: int, gap: int, height: int, width: int, *, uploads: bool) -> None:
+    The pool cuts the block. To upload, `cut` may say how high and how wide its pieces are instead.
+    """
+
+    def __init__(
+        self, rows: int, row: int, gap: int = 0, cut: tuple[int, int] | None = None, *, uploads: bool
+    ) -> None:
         rng, self.uploads = np.random.default_rng(rows * row + gap), uploads
         self.memory = rng.integers(0, 256, (rows, row + gap)).astype(np.uint8)
         self.device = rng.integers(0, 256, rows * row).astype(np.uint8)
         self.source = (self.memory[:, :row] if uploads else self.device.reshape(rows, row)).copy()
         self.gaps = self.memory[:, row:].copy()
-        pieces = pieces_of(rows, row, height, width)
         self.array = self.memory[:, :row]
-        self.block = memory_block(self.array, pieces, self.device.ctypes.data, uploads=uploads)
+        self.block = memory_block(self.array, self.device.ctypes.data, uploads=uploads)
+        if cut is not None:
+            assert uploads
+            self._pieces = pieces_of(rows, row, *cut)
+            self.block.pieces = self._pieces.ctypes.data
+            self.block.move = ctypes.cast(built("driver").fake_move, ctypes.c_void_p)
 
     def check(self) -> None:
         found = self.device.reshape(self.source.shape) if self.uploads else self.array
@@ -76,36 +92,36 @@ class Copied:
         np.testing.assert_array_equal(self.memory[:, self.source.shape[1] :], self.gaps)
 
 
-def copy(made: Pool, library: Any, blocks: Sequence[Copied]) -> None:
-    """Copy blocks at once, on several streams."""
+def begin(made: Pool, block: Block, number: int = 0, waits: Sequence[int] = ()) -> None:
+    made.begin(block, waits, START + number, END + number)
+
+
+def copy(made: Pool, library: Any, blocks: Sequence[Copied], waits: Sequence[int] = ()) -> None:
+    """Copy blocks at once."""
     for i, each in enumerate(blocks):
-        made.begin(each.block, STREAMS[i % len(STREAMS)], END + i)
+        begin(made, each.block, i, waits)
     for i, each in enumerate(blocks):
         made.wait_issued(each.block)
         made.wait_finished(each.block)
         assert each.block.error == 0
         assert each.block.issued_at > 0
+        assert library.fake_recordings(ctypes.c_void_p(START + i)) == 1
         library.fake_wait(ctypes.c_void_p(END + i))  # the end comes after the last copy
         each.check()
+        assert library.fake_recordings(ctypes.c_void_p(END + i)) == 1
 
 
 @given(
     *(st.integers(1, 40), st.integers(1, 60), st.sampled_from([0, 1, 4096])),
-    *(
-        st.integers(1, 8),
-        st.integers(1, 32),
-        st.booleans(),
-        st.integers(1, 4),
-        st.integers(1, 5),
-        st.integers(0, 9),
-    ),
+    *(st.integers(1, 8), st.integers(1, 32), st.sampled_from([None, False, True])),
+    *(st.integers(1, 4), st.integers(SIZE, 5 * SIZE), st.integers(0, 9)),
 )
 def test_blocks_of_any_shape_are_copied(
-    rows: int, row: int, gap: int, height: int, width: int, uploads: bool, lanes: int, buffers: int, seed: int
+    rows: int, row: int, gap: int, height: int, width: int, uploads: bool | None, lanes: int, size: int, seed: int
 ) -> None:
-    library = driver(seed)
-    with pool(library, lanes, buffers, uploads=uploads) as made:
-        copy(made, library, [Copied(rows, row, gap, height, width, uploads=uploads)])
+    library, cut = driver(seed), (height, width) if uploads is None else None
+    with pool(library, lanes, size, uploads=uploads is not False) as made:
+        copy(made, library, [Copied(rows, row, gap, cut, uploads=uploads is not False)])
 
 
 @pytest.mark.parametrize("uploads", [True, False])
@@ -113,21 +129,50 @@ def test_blocks_of_any_shape_are_copied(
 def test_many_blocks_are_copied_at_once(seed: int, uploads: bool) -> None:
     library = driver(seed)
     with pool(library, uploads=uploads) as made:
-        copy(made, library, [Copied(3 + i, 100, i % 2, 2, 100, uploads=uploads) for i in range(40)])
+        copy(made, library, [Copied(3 + i, 100, i % 2, uploads=uploads) for i in range(40)])
+
+
+@pytest.mark.parametrize("uploads", [True, False])
+def test_large_blocks_are_copied_in_pieces_of_several_sizes(uploads: bool) -> None:
+    library = driver()
+    with pool(library, 2, 8 << 20, uploads=uploads) as made:
+        copy(made, library, [Copied(4000 + i, 3000, i % 2, uploads=uploads) for i in range(3)])
+
+
+@pytest.mark.parametrize("uploads", [True, False])
+def test_copies_wait_for_events(uploads: bool) -> None:
+    library, events = driver(), (1, 2)
+    for event in events:
+        library.fake_record(ctypes.c_void_p(event), ctypes.c_void_p(OTHER))
+    library.fake_hold(ctypes.c_void_p(OTHER))
+    with pool(library, lanes=2, size=4096, uploads=uploads) as made:
+        copied = Copied(20, 100, uploads=uploads)
+        begin(made, copied.block, 0, events)
+        made.wait_issued(copied.block)
+        for _ in range(50):
+            library.fake_step()
+        assert not library.fake_reached(ctypes.c_void_p(START))
+        library.fake_hold(None)
+        made.wait_finished(copied.block)
+        library.fake_wait(ctypes.c_void_p(END))
+        copied.check()
 
 
 @pytest.mark.parametrize("uploads", [True, False])
 @pytest.mark.parametrize(
-    ("function", "first"), [(COPY, 1), (COPY, 9), (COPY_ROWS, 2), (WRITE, 5), (RECORD, 2)]
+    ("function", "first"),
+    [(COPY, 1), (COPY, 9), (COPY_ROWS, 2), (WRITE, 5), (RECORD, 1), (RECORD, 4), (WAIT, 1), (WAIT, 4)],
 )
 def test_a_failure_of_the_driver_stops_its_block_only(function: int, first: int, uploads: bool) -> None:
-    library = driver(first, function, first)
+    if function == COPY_ROWS and not uploads:
+        pytest.skip("downloads need no such copies")
+    library, cut = driver(first), (2, 25) if function == COPY_ROWS else None
+    library.fake_record(ctypes.c_void_p(1), ctypes.c_void_p(OTHER))
+    library.fake_fail(function, first)
     with pool(library, uploads=uploads) as made:
-        blocks = [
-            Copied(20, 50, 0, 2, 25 if function == COPY_ROWS else 50, uploads=uploads) for _ in range(3)
-        ]
+        blocks = [Copied(20, 50, 0, cut, uploads=uploads) for _ in range(3)]
         for i, each in enumerate(blocks):
-            made.begin(each.block, STREAMS[i], END + i)
+            begin(made, each.block, i, [1])
         for each in blocks:
             made.wait_issued(each.block)
             made.wait_finished(each.block)
@@ -136,17 +181,22 @@ def test_a_failure_of_the_driver_stops_its_block_only(function: int, first: int,
             if not each.block.error:
                 library.fake_wait(ctypes.c_void_p(END + i))
                 each.check()
-        copy(made, library, [Copied(9, 50, 0, 2, 50, uploads=uploads)])
+        library.fake_fail(0, 0)
+        others = [Copied(9, 50, uploads=uploads)]
+        made.begin(others[0].block, [], START + 9, END + 9)
+        made.wait_finished(others[0].block)
+        library.fake_wait(ctypes.c_void_p(END + 9))
+        others[0].check()
 
 
 def test_an_error_of_the_system_is_that_of_the_first_piece_that_fails() -> None:
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
-    move = kind(lambda place, number, piece, buffer: errno.ENOSPC if number == 3 else 0)
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p)
+    move = kind(lambda place, piece, buffer: errno.ENOSPC if piece[2] == 3 * SIZE else 0)
     library = driver()
     with pool(library, uploads=True) as made:
-        copied = Copied(20, 50, 0, 2, 50, uploads=True)
+        copied = Copied(20, 50, uploads=True)
         copied.block.move = ctypes.cast(move, ctypes.c_void_p)
-        made.begin(copied.block, 1, END)
+        begin(made, copied.block)
         made.wait_finished(copied.block)
     error = error_of(copied.block)
     assert error is not None
@@ -155,10 +205,10 @@ def test_an_error_of_the_system_is_that_of_the_first_piece_that_fails() -> None:
 
 def test_copies_have_been_issued_before_a_download_is_written() -> None:
     library = driver()
-    library.fake_hold(ctypes.c_void_p(1))
+    library.fake_hold(ctypes.c_void_p(LANES))
     with pool(library, lanes=1, uploads=False) as made:
-        copied = Copied(4, 50, 0, 2, 50, uploads=False)
-        made.begin(copied.block, 1, END)
+        copied = Copied(4, 50, uploads=False)
+        begin(made, copied.block)
         made.wait_issued(copied.block)
         assert not made.is_finished(copied.block)
         library.fake_hold(None)
@@ -170,8 +220,8 @@ def test_a_thread_that_has_taken_a_lane_is_waited_for() -> None:
     library = driver()
     with pool(library, lanes=1, uploads=True) as made:
         made.take(0)
-        copied = Copied(4, 50, 0, 2, 50, uploads=True)
-        made.begin(copied.block, 1, END)
+        copied = Copied(4, 50, uploads=True)
+        begin(made, copied.block)
         waiting = threading.Thread(target=made.wait_issued, args=(copied.block,))
         waiting.start()
         waiting.join(0.05)
@@ -184,10 +234,10 @@ def test_a_thread_that_has_taken_a_lane_is_waited_for() -> None:
 
 def test_no_copy_is_in_flight_on_a_lane_that_is_taken() -> None:
     library = driver()
-    library.fake_hold(ctypes.c_void_p(1))
+    library.fake_hold(ctypes.c_void_p(LANES))
     with pool(library, lanes=1, uploads=True) as made:
-        copied = Copied(4, 50, 0, 2, 50, uploads=True)
-        made.begin(copied.block, 1, END)
+        copied = Copied(4, 50, uploads=True)
+        begin(made, copied.block)
         made.wait_issued(copied.block)
 
         def use() -> None:
@@ -210,17 +260,7 @@ def test_a_pool_closes_in_its_own_process_only() -> None:
             made.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        copy(made, library, [Copied(9, 50, 0, 2, 50, uploads=True)])
-
-
-@given(st.integers(1, 20), st.integers(1, 200), st.integers(8, 300))
-def test_pieces_cover_an_array_once(rows: int, columns: int, size: int) -> None:
-    covered = np.zeros((rows, columns), int)
-    for row, height, left, width in row_pieces(rows, columns, size).tolist():
-        assert height * width <= size
-        assert width == columns or height == 1  # contiguous on the device
-        covered[row : row + height, left : left + width] += 1
-    assert (covered == 1).all()
+        copy(made, library, [Copied(9, 50, uploads=True)])
 
 
 def test_a_pool_needs_all_of_its_threads() -> None:

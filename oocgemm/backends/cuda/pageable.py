@@ -5,8 +5,8 @@ buffers, and issues the copy to the device. While the device copies, the thread 
 download goes the other way. So the memory of a run does not depend on the size of its blocks, and copies on
 the host and over the link overlap within a block.
 
-The copies of a block are on one stream, and blocks that are copied at the same time have different streams.
-With more streams, copies would wait for each other: a GPU has 8 queues, by default, and streams share them.
+Each thread has a stream for its copies, so that the link begins a copy while it ends one of another thread.
+The end of a block is an event on one more stream, which waits for the copies of all threads.
 
 Arrays with contiguous rows, and blocks of files, are copied by compiled threads (`CompiledThreads`), which
 need no GIL. So their pieces may be small: the device gets the first piece sooner, and the host writes the
@@ -18,7 +18,7 @@ So the pieces of Python's threads are large, and apart from the copy, no call fo
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from itertools import count, cycle
 from queue import Empty, SimpleQueue
 from time import perf_counter_ns
@@ -34,23 +34,22 @@ from oocgemm.backends.cuda.events import Work
 from oocgemm.planning.cost.footprint import (
     BUFFERS,
     MARKS,
-    MAX_COMPILED_PIECE,
-    MIN_BUSY_PIECE,
-    MIN_COMPILED_PIECE,
+    MAX_STORED_PIECE,
     MIN_PIECE,
     MIN_STORED_PIECE,
     PAGE,
+    UPLOADED,
     RingShape,
 )
 from oocgemm.planning.tiling import Range, ceil_div, round_up
 from oocgemm.system.pool import (
     DRIVER,
     Block,
+    Lane,
     Pool,
     available,
     error_of,
     memory_block,
-    row_pieces,
     stored_block,
 )
 from oocgemm.system.threads import start
@@ -151,24 +150,21 @@ class Buffer:
 
 
 class CopyBuffers:
-    """The pinned buffers of one thread, and its stream for pieces that the device transposes."""
+    """The lane of one thread: its pinned buffers, and the stream of its copies.
+
+    The stream has a high priority: a kernel that transposes a piece starts before the thread blocks of
+    products that are queued.
+    """
 
     def __init__(self, memory: Array, start: int, end: int) -> None:
         """Divide the bytes from `start` to `end` of a direction's memory into buffers."""
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.block = -1  # number of the block that the stream has waited for
         size = (end - start) // BUFFERS
         parts = range(start, end, size)
         self._buffers = [Buffer(memory[at : at + size], at) for at in parts]
         self._turns = cycle(self._buffers)
         self.pending: Callable[[], None] | None = None  # finishes the latest piece
-
-    @cached_property
-    def stream(self) -> Any:
-        """The lane's stream. While one lane's stream copies a piece, those of other lanes transpose pieces.
-
-        A kernel that transposes a piece starts before the thread blocks of products that are queued.
-        """
-        return cupy.cuda.Stream(non_blocking=True, priority=-1)
 
     def finish(self) -> None:
         pending, self.pending = self.pending, None
@@ -197,32 +193,20 @@ class Copying:
         number: identifies the block; unique in the process.
         move: issues the copy of one piece.
         waits: events that the copies wait for.
-        stream: the stream of the copies. If `apart`, each lane copies on its own stream instead, and `stream`
-            waits for these copies.
+        ends: the stream that waits for all copies. On it, the event at their end is recorded.
         error: the first error of a piece; None without an error. After an error, no further piece is copied.
     """
 
     _numbers = count()
 
-    def __init__(
-        self,
-        move: Move,
-        waits: Sequence[Any],
-        stream: Any,
-        pieces: int,
-        ended: Callable[[], object],
-        *,
-        apart: bool,
-    ) -> None:
-        """Prepare to copy a number of pieces. `ended` is called when all of them have been copied."""
+    def __init__(self, move: Move, waits: Sequence[Any], ends: Any, pieces: int) -> None:
+        """Prepare to copy a number of pieces."""
         self.number = next(self._numbers)
-        self.move, self.waits, self.stream, self.apart = move, waits, stream, apart
-        for event in () if apart else waits:
-            cuda_calls.wait(stream, event)
+        self.move, self.waits, self.ends = move, waits, ends
         self.error: BaseException | None = None
         self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         self._unstarted, self._issued = iter([self._start]), 0
-        self._counting, self._when_ended = threading.Lock(), ended
+        self._counting = threading.Lock()
         self._unissued = self._unfinished = pieces
         # `_issuing` is held until all copies have been issued, `_finishing` until all pieces are finished.
         self._issuing, self._finishing = threading.Lock(), threading.Lock()
@@ -234,9 +218,9 @@ class Copying:
         late = None
         try:
             if self.error is None:
-                event, late = self.move(lane, piece, self._stream_of(lane))
-                if self.apart:
-                    cuda_calls.wait(self.stream, event)
+                self._enter(lane)
+                event, late = self.move(lane, piece, lane.stream)
+                cuda_calls.wait(self.ends, event)
         except BaseException as error:
             self.error = self.error or error
         self._count_issued()
@@ -247,18 +231,15 @@ class Copying:
         else:
             lane.pending = partial(self._finish, late)
 
-    def _stream_of(self, lane: CopyBuffers) -> Any:
-        """Return the stream for a piece that a lane copies. The first lane records the start."""
-        stream = self.stream
-        if self.apart:
-            stream = lane.stream
-            for event in self.waits if lane.block != self.number else ():
-                cuda_calls.wait(stream, event)
+    def _enter(self, lane: CopyBuffers) -> None:
+        """Let the stream of a lane wait for `waits` before its first piece. The first lane records the start."""
+        if lane.block != self.number:
+            for event in self.waits:
+                cuda_calls.wait(lane.stream, event)
             lane.block = self.number
         for start_event in self._unstarted:  # in the first thread only
             self._issued = perf_counter_ns()
-            cuda_calls.record(start_event, stream)
-        return stream
+            cuda_calls.record(start_event, lane.stream)
 
     def _finish(self, late: Callable[[], None]) -> None:
         try:
@@ -277,7 +258,7 @@ class Copying:
         # Record the event now: when `work` is called, the stream may also wait for the copies of a later
         # block.
         try:
-            cuda_calls.record(self._end, self.stream)
+            cuda_calls.record(self._end, self.ends)
         except BaseException as error:
             self.error = self.error or error
         self._issuing.release()
@@ -287,7 +268,6 @@ class Copying:
             self._unfinished -= 1
             if self._unfinished:
                 return
-        self._when_ended()
         self._finishing.release()
 
     def work(self) -> Work:
@@ -306,36 +286,30 @@ class Copying:
                 raise self.error
 
 
-# A block is cut into FEW_PIECES pieces per thread, if these have at most LARGE_PIECE bytes, so that the link
-# soon has a piece to copy. Otherwise it is cut into MANY_PIECES pieces per thread, but into pieces of at
-# least LARGE_PIECE bytes.
-FEW_PIECES, LARGE_PIECE, MANY_PIECES = 2, 1 << 20, 8
-# Maximum number of pieces of a thread that are in flight. Downloads drain a strip of C from the device, while
-# threads still write the previous strip.
-UPLOADING, DOWNLOADING = 2, 8
-# Maximum number of blocks per direction that have streams of their own while they are copied.
-MAX_STREAMS = 4
-
-
 class CompiledThreads:
     """The compiled threads of one direction, and the blocks that they copy."""
 
-    def __init__(self, memory: Array, shape: RingShape, *, uploads: bool) -> None:
-        """Start one thread per lane of the ring, except the last lane, for copies with the current device.
+    def __init__(
+        self, memory: Array, lanes: Sequence[CopyBuffers], ends: Any, shape: RingShape, *, uploads: bool
+    ) -> None:
+        """Start a thread for each of `lanes`, the first ones of a ring, for copies with the current device.
 
-        `memory` is pinned memory. It begins with the buffers, and ends with the marks of the buffers.
+        `memory` is the pinned memory of the direction, whose last bytes are the marks of the lanes.
         """
         functions = [cuda_calls.address(name) for name in DRIVER]
-        lane, start = BUFFERS * shape.piece, memory.ctypes.data
-        self._most = min(shape.piece, MAX_COMPILED_PIECE)
-        size = 2 * self._most if uploads else lane
-        places = start, lane, size, start + shape.lanes * lane
-        threads = shape.lanes - 1, UPLOADING if uploads else DOWNLOADING
-        self._pool = Pool(functions, cuda_calls.context(), places, threads, uploads=uploads)
+        start, step = memory.ctypes.data, BUFFERS * shape.piece
+        marks = start + memory.nbytes - MARKS * shape.lanes
+        self._left = [cupy.cuda.Event(disable_timing=True) for _ in lanes]
+        size = min(step, UPLOADED) if uploads else step
+        given = [
+            Lane(start + i * step, size, marks + i * MARKS, lane.stream.ptr, event.ptr)
+            for i, (lane, event) in enumerate(zip(lanes, self._left, strict=True))
+        ]
+        self._pool = Pool(functions, cuda_calls.context(), ends.ptr, given, uploads=uploads)
         self.take, self.give = self._pool.take, self._pool.give
-        self._threads, self._uploads = threads[0], uploads
+        self._threads, self._most, self._uploads = len(lanes), min(shape.piece, MAX_STORED_PIECE), uploads
         self._copied = list[PooledCopying]()  # blocks that may still be being copied
-        self._streams, self._choosing = list[Any](), threading.Lock()
+        self._choosing = threading.Lock()
 
     @staticmethod
     def possible(memory: Array, stream: Any) -> bool:
@@ -350,11 +324,11 @@ class CompiledThreads:
 
         The block is in memory with contiguous rows, or it is uploaded from files that compiled code reads.
         """
+        block = self._block(address, given)
         with self._choosing:
             # What is being copied must stay in memory, even if nobody waits for it.
             self._copied = [copying for copying in self._copied if not copying.ended]
-            block, stream = self._block(address, given), self._stream()
-            copying = PooledCopying(self._pool, block, stream, waits, uploads=self._uploads)
+            copying = PooledCopying(self._pool, block, waits, uploads=self._uploads)
             self._copied.append(copying)
         return copying
 
@@ -362,11 +336,11 @@ class CompiledThreads:
         itemsize = given.dtype.itemsize
         row_bytes = given.shape[1] * itemsize
         if given.memory is not None:
-            cut = row_pieces(given.shape[0], row_bytes, self._piece(given.nbytes))
-            return memory_block(given.memory, cut, address, uploads=self._uploads)
+            return memory_block(given.memory, address, uploads=self._uploads)
         assert given.stored is not None
         chunks, corner = given.stored.chunks, (given.stored.row, given.stored.left)
-        size = round_up(max(MIN_STORED_PIECE, ceil_div(given.nbytes, FEW_PIECES * self._threads)), PAGE)
+        # Two pieces per thread, so that the link soon has a piece to copy.
+        size = round_up(max(MIN_STORED_PIECE, ceil_div(given.nbytes, 2 * self._threads)), PAGE)
         found = [
             (top, end - top, left * itemsize, (right - left) * itemsize)
             for (top, end), (left, right), _ in pieces(given, min(self._most, size))
@@ -375,36 +349,19 @@ class CompiledThreads:
         block.owned += (chunks,)
         return block
 
-    def _piece(self, size: int) -> int:
-        """Return the maximum bytes of a piece of a block of `size` bytes."""
-        small = ceil_div(size, FEW_PIECES * self._threads)
-        piece = min(small, max(LARGE_PIECE, ceil_div(size, MANY_PIECES * self._threads)))
-        return min(self._most, round_up(max(MIN_COMPILED_PIECE, piece), PAGE))
-
-    def _stream(self) -> Any:
-        """Return the stream with the fewest blocks, because a copy waits for all blocks on its stream."""
-        used = [sum(copying.stream is stream for copying in self._copied) for stream in self._streams]
-        if min(used, default=1) and len(used) < MAX_STREAMS:
-            self._streams.append(cupy.cuda.Stream(non_blocking=True, priority=-1))
-            return self._streams[-1]
-        return self._streams[used.index(min(used))]
-
     def close(self) -> None:
         self._pool.close()
         self._copied.clear()
 
 
 class PooledCopying:
-    """A block that the threads of a pool are copying, on `stream`. `end` is the event after the last copy."""
+    """A block that the threads of a pool are copying. `end` is the event after the last copy."""
 
-    def __init__(self, pool: Pool, block: Block, stream: Any, waits: Sequence[Any], *, uploads: bool) -> None:
-        self.stream, self._pool, self._uploads = stream, pool, uploads
-        for event in waits:
-            cuda_calls.wait(stream, event)
+    def __init__(self, pool: Pool, block: Block, waits: Sequence[Any], *, uploads: bool) -> None:
+        self._pool, self._block, self._uploads = pool, block, uploads
         self._start, self.end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
-        cuda_calls.record(self._start, stream)
-        self._block = block
-        pool.begin(self._block, stream.ptr, self.end.ptr)
+        block.owned += tuple(waits)
+        pool.begin(block, [event.ptr for event in waits], self._start.ptr, self.end.ptr)
 
     def work(self) -> Work:
         """Wait until the last copy has been issued; raise the first error (see `Copying.work`)."""
@@ -437,8 +394,6 @@ class Direction:
     def __init__(self, device: Any, shape: RingShape, name: str) -> None:
         self._device = device
         self._memory = cuda_calls.pinned_memory(device, shape.bytes // 2, shape.lanes)
-        self._streams: list[Any] = []  # those that no block uses
-        self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created
         self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.compiled: CompiledThreads | None = None
@@ -452,14 +407,14 @@ class Direction:
         """Create the lanes and start their threads: compiled threads if possible, else Python threads."""
         size = BUFFERS * shape.piece
         with self._device:
-            self._join = cupy.cuda.Stream(non_blocking=True)
+            self._ends = cupy.cuda.Stream(non_blocking=True)
             self._lanes = [CopyBuffers(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
         self._piece, self._name, self._starting = shape.piece, name, threading.Lock()
-        self._blocks: list[Pageable] = []  # as many as Python's threads are copying, in any order
         self._single, self._using_single = self._lanes.pop(), threading.Lock()
         with self._device:
-            if CompiledThreads.possible(self._memory, self._join):
-                self.compiled = CompiledThreads(self._memory, shape, uploads=name == "upload")
+            if CompiledThreads.possible(self._memory, self._ends):
+                given = self._memory, self._lanes, self._ends, shape
+                self.compiled = CompiledThreads(*given, uploads=name == "upload")
         if self.compiled is None:
             self._start_threads()
 
@@ -472,25 +427,13 @@ class Direction:
                 start(thread)
                 self._threads.append(thread)
 
-    def begin(
-        self, block: Pageable, move: Move, waits: Sequence[Any], *, apart: bool = False
-    ) -> Callable[[], Work]:
+    def begin(self, block: Pageable, move: Move, waits: Sequence[Any]) -> Callable[[], Work]:
         """Begin to copy the pieces of a block. The returned function waits until the last copy is issued.
 
-        `waits` are events that the copies wait for. If `apart`, each lane uses its own stream. The device
-        must be the current one of this thread.
+        `waits` are events that the copies wait for. The device must be the current one of this thread.
         """
-        self._blocks.append(block)
-        try:
-            stream = self._free_stream()
-            least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
-            parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._lanes)))))
-            join = self._join if stream is None else stream
-            ended, apart = partial(self._ended, stream), apart or stream is None
-            copying = Copying(move, waits, join, len(parts), ended, apart=apart)
-        except BaseException:
-            self._blocks.pop()
-            raise
+        parts = pieces(block, min(self._piece, max(MIN_PIECE, ceil_div(block.nbytes, len(self._lanes)))))
+        copying = Copying(move, waits, self._ends, len(parts))
         if len(parts) == 1 and self._using_single.acquire(blocking=False):
             try:
                 copying.copy(self._single, parts[0])
@@ -502,20 +445,6 @@ class Direction:
             for piece in parts:
                 self._queue.put((copying, piece))
         return copying.work
-
-    def _ended(self, stream: Any) -> None:
-        """Note that a block has been copied, on `stream`, or on the streams of the lanes if that is None."""
-        self._blocks.pop()
-        if stream is not None:
-            self._streams.append(stream)
-
-    def _free_stream(self) -> Any:
-        """Return a stream that no block uses; None if blocks use all `MAX_STREAMS` streams."""
-        with suppress(IndexError):
-            return self._streams.pop()
-        for _ in self._more:
-            return cupy.cuda.Stream(non_blocking=True, priority=-1)
-        return None
 
     def _serve(self, number: int) -> None:
         lane = self._lanes[number]
@@ -633,7 +562,7 @@ class Ring:
 
             return event, write
 
-        return direction.begin(block, move, waits, apart=turn is not None)
+        return direction.begin(block, move, waits)
 
     def _direction(self, name: str) -> Direction:
         with self._opening:

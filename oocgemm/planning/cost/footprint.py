@@ -48,15 +48,15 @@ MIRRORED_BYTES = 4 << 20
 # the last ones of a block keep fewer threads busy. With smaller ones, Python takes longer to issue the copy
 # of a piece than the link takes to copy it.
 PIECE = 8 << 20
-# Minimum bytes of a piece. A block is cut into one piece per thread, unless pieces would be smaller. Pieces
-# have at least MIN_BUSY_PIECE bytes while other blocks are being copied, which keep the threads busy.
-MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
-# Minimum and maximum for threads that run compiled code, whose pieces take no time under the GIL. The link
-# copies slowly to buffers that are in the caches of cores: with two of 512 KiB for each of 12 threads,
-# downloads ran at 15 GB/s on an H100, with two of 4 MiB at 49 GB/s.
-MIN_COMPILED_PIECE, MAX_COMPILED_PIECE = 256 << 10, 4 << 20
-# Pieces of files have at least this many bytes: to open a file takes as long as to copy some 50 KiB.
-MIN_STORED_PIECE = 512 << 10
+# Minimum bytes of a piece that Python's threads copy. A block is cut into one piece per thread, unless pieces
+# would be smaller.
+MIN_PIECE = 2 << 20
+# Minimum and maximum bytes of a piece of files that compiled threads read: to open a file takes as long as to
+# copy some 50 KiB. The C code chooses the pieces of blocks in memory.
+MIN_STORED_PIECE, MAX_STORED_PIECE = 512 << 10, 4 << 20
+# Maximum bytes of a thread's pinned memory that uploads by compiled threads go through. They are written through
+# the caches, and should still be in the last one when the link reads them.
+UPLOADED = 8 << 20
 # Maximum number of these threads if all blocks are in memory. More would only wait for the driver's lock.
 # From the page cache, 8 threads of the host of an H100 read 33 to 45 GB/s, and 12 threads 44 to 68 GB/s.
 COMPILED_LANES = 8
