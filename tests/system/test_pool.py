@@ -117,7 +117,15 @@ def copy(made: Pool, library: Any, blocks: Sequence[Copied], waits: Sequence[int
     *(st.integers(1, 4), st.integers(SIZE, 5 * SIZE), st.integers(0, 9)),
 )
 def test_blocks_of_any_shape_are_copied(
-    rows: int, row: int, gap: int, height: int, width: int, uploads: bool | None, lanes: int, size: int, seed: int
+    rows: int,
+    row: int,
+    gap: int,
+    height: int,
+    width: int,
+    uploads: bool | None,
+    lanes: int,
+    size: int,
+    seed: int,
 ) -> None:
     library, cut = driver(seed), (height, width) if uploads is None else None
     with pool(library, lanes, size, uploads=uploads is not False) as made:

@@ -35,6 +35,7 @@ from oocgemm.planning.cost.footprint import (
     BUFFERS,
     MARKS,
     MAX_STORED_PIECE,
+    MIN_BUSY_PIECE,
     MIN_PIECE,
     MIN_STORED_PIECE,
     PAGE,
@@ -432,7 +433,8 @@ class Direction:
 
         `waits` are events that the copies wait for. The device must be the current one of this thread.
         """
-        parts = pieces(block, min(self._piece, max(MIN_PIECE, ceil_div(block.nbytes, len(self._lanes)))))
+        least = MIN_BUSY_PIECE if self._queue.qsize() else MIN_PIECE
+        parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._lanes)))))
         copying = Copying(move, waits, self._ends, len(parts))
         if len(parts) == 1 and self._using_single.acquire(blocking=False):
             try:

@@ -49,8 +49,8 @@ MIRRORED_BYTES = 4 << 20
 # of a piece than the link takes to copy it.
 PIECE = 8 << 20
 # Minimum bytes of a piece that Python's threads copy. A block is cut into one piece per thread, unless pieces
-# would be smaller.
-MIN_PIECE = 2 << 20
+# would be smaller. Pieces have at least MIN_BUSY_PIECE bytes while those of other blocks keep the threads busy.
+MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
 # Minimum and maximum bytes of a piece of files that compiled threads read: to open a file takes as long as to
 # copy some 50 KiB. The C code chooses the pieces of blocks in memory.
 MIN_STORED_PIECE, MAX_STORED_PIECE = 512 << 10, 4 << 20
