@@ -166,14 +166,26 @@ def test_copies_wait_for_events(uploads: bool) -> None:
         copied.check()
 
 
-@pytest.mark.parametrize("uploads", [True, False])
 @pytest.mark.parametrize(
-    ("function", "first"),
-    [(COPY, 1), (COPY, 9), (COPY_ROWS, 2), (WRITE, 5), (RECORD, 1), (RECORD, 4), (WAIT, 1), (WAIT, 4)],
+    ("function", "first", "uploads"),
+    [
+        (COPY_ROWS, 2, True),  # downloads need no such copies
+        *(
+            (function, first, uploads)
+            for function, first in (
+                (COPY, 1),
+                (COPY, 9),
+                (WRITE, 5),
+                (RECORD, 1),
+                (RECORD, 4),
+                (WAIT, 1),
+                (WAIT, 4),
+            )
+            for uploads in (True, False)
+        ),
+    ],
 )
 def test_a_failure_of_the_driver_stops_its_block_only(function: int, first: int, uploads: bool) -> None:
-    if function == COPY_ROWS and not uploads:
-        pytest.skip("downloads need no such copies")
     library, cut = driver(first), (2, 25) if function == COPY_ROWS else None
     library.fake_record(ctypes.c_void_p(1), ctypes.c_void_p(OTHER))
     library.fake_fail(function, first)

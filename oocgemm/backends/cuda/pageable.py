@@ -233,7 +233,7 @@ class Copying:
             lane.pending = partial(self._finish, late)
 
     def _enter(self, lane: CopyBuffers) -> None:
-        """Let the stream of a lane wait for `waits` before its first piece. The first lane records the start."""
+        """Let the stream of a lane wait for `waits` before its first piece. The first records the start."""
         if lane.block != self.number:
             for event in self.waits:
                 cuda_calls.wait(lane.stream, event)
