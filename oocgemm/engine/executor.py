@@ -148,8 +148,8 @@ MAX_BRIEF = 0.25
 # thread waits for the first of them. With about 80 of them, the driver would block the thread, which would
 # still have the GIL.
 MAX_UNRECORDED = 64
-# At most MAX_BEGUN Uploads begin before the run, and only those among its first MAX_SEEN operations. Blocks are
-# copied one after the other, so that more would not arrive sooner.
+# At most MAX_BEGUN Uploads begin before the run, and only those among its first MAX_SEEN operations. Threads
+# copy one block after the other, so that more would not arrive sooner.
 MAX_BEGUN, MAX_SEEN = 4, 24
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
