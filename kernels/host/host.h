@@ -34,6 +34,22 @@ struct ooc_memory {
 int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buffer);
 int ooc_to_memory(const void *place, const struct ooc_piece *piece, char *buffer);
 
+/* Elements of a tile of C, and the elements that have been selected of its rows (SELECTED in
+ * oocgemm/backends/base.py). `along` or `down` is 1. */
+struct ooc_selection {
+  void *kept;          /* `count` elements for each row */
+  size_t count, dtype; /* the dtype of the tile's elements: 0 float32, 1 float64, 2 int32 */
+  const void *sums;
+  ptrdiff_t down, along; /* the distances between elements of neighbouring rows and columns, in elements */
+  size_t rows, cols;
+  size_t top, left;   /* the row and the column in C of the first element */
+  const void *scales; /* factors of the rows and columns of C, or NULL. Scaled elements are clipped to [-1, 1]. */
+  int excludes_self;  /* whether elements on C's diagonal are left out */
+};
+
+/* Updates the selected elements, by at most `threads` threads. Returns 0 or ENOMEM. */
+int ooc_select(const struct ooc_selection *selection, size_t threads);
+
 /* CUDA's struct CUDA_MEMCPY2D: a copy of `height` rows of `width` bytes. */
 struct ooc_end {
   size_t x, y;

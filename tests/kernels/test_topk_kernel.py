@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from oocgemm.backends.base import SELECTED, numpy_dtype
-from oocgemm.backends.host.finish import select
+from oocgemm.backends.host.selection import select
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.launches import MAX_TOPK, columns_launch, topk_launch, topk_options
 from oocgemm.kernels.spec import Launch

@@ -132,18 +132,29 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
     return (picked, "SkylakeX") if set(flags.split()) >= AVX512_FLAGS else None
 
 
+def threads() -> int:
+    """Return how many threads a product uses: those of OpenBLAS, or one per core with another BLAS."""
+    count = _function("get_num_threads", ctypes.c_int)
+    return len(os.sched_getaffinity(0)) if count is None else int(count())
+
+
 def _ask(question: str) -> str | None:
     """Return the text of OpenBLAS's function `openblas_<question>`; None if the BLAS is not OpenBLAS."""
+    function = _function(question, ctypes.c_char_p)
+    return None if function is None else function().decode()
+
+
+@cache
+def _function(name: str, result: Any) -> Any:
+    """Return the function `openblas_<name>`, without arguments; None if the BLAS is not OpenBLAS."""
     found = _library()
     if found is None:
         return None
     library, _, prefix, suffix = found
-    function = getattr(library, f"{prefix.removesuffix('cblas_')}openblas_{question}{suffix}", None)
-    if function is None:
-        return None
-    function.restype = ctypes.c_char_p
-    answer: bytes = function()
-    return answer.decode()
+    function = getattr(library, f"{prefix.removesuffix('cblas_')}openblas_{name}{suffix}", None)
+    if function is not None:
+        function.restype = result
+    return function
 
 
 @cache

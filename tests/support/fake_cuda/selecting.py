@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 
 from oocgemm.backends.base import SEGMENTS, SELECTED, numpy_dtype
-from oocgemm.backends.host.finish import select
+from oocgemm.backends.host.selection import select
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning.device_memory import MIN_SEGMENT
 from tests.support.fake_cuda.memory import Memory, block_of
