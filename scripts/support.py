@@ -23,7 +23,7 @@ MISSING = {
     "n-d": "arrays of more than two dimensions are not folded into matrices yet: reshape them",
     "concatenated": "several arrays are not joined into one operand yet: store them as one",
 }
-OPERANDS = ("plain", "transformed", "compressed", "remote", "sparse", *MISSING)
+OPERANDS = ("plain", "transformed", "compressed", "remote", "mixed", "sparse", *MISSING)
 EXECUTORS = {
     "host": support.ONE,
     "device": support.ONE,
@@ -41,7 +41,7 @@ cannot run. Tests run every cell. A hole raises `CombinationError` if it is aske
 - *host*: the CPU. *device*: one GPU. *devices*: several GPUs of one host. *workers*: processes on one or
   several machines. *service*: a job of the service.
 - *plain*, *compressed*: arrays at a path. *transformed*: with a `Transform`. *remote*: at a URL.
-- *sparse*: a CSR matrix in a file.
+- *mixed*: A in uint8, and B in int16. *sparse*: a CSR matrix in a file.
 - *resume*: an interrupted run can be continued. *verify*: the product is checked by checksums.
 
 A number names the reason of a hole, below the tables.

@@ -28,6 +28,8 @@ __device__ inline void round_to(double x, bfloat_t& y) { narrow(static_cast<floa
 __device__ inline void round_to(double x, float& y) { y = static_cast<float>(x); }
 __device__ inline void round_to(double x, double& y) { y = x; }
 __device__ inline void round_to(double x, signed char& y) { y = static_cast<signed char>(static_cast<int>(x)); }
+template <typename Real>
+__device__ inline void round_to(double x, complex_t<Real>& y) { y = {static_cast<Real>(x), 0}; }
 
 extern "C" __global__ void __launch_bounds__(256) expand(
     const OOC_STORED* __restrict__ x, long long rows, long long cols, const elements_t elements,

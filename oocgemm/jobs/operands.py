@@ -40,7 +40,13 @@ from oocgemm.planning.units import counted
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import ConstantRows, KeptMatrix, RowsMatrix, SlicedMatrix, dtype_name, named_dtype
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix, chain_of
+from oocgemm.stores.transformed import (
+    ConvertedMatrix,
+    KnownMatrix,
+    TransformedMatrix,
+    as_multiplied,
+    chain_of,
+)
 
 # The default dtype of C if an operand is transformed to a narrow dtype: that cast only speeds up the product,
 # so C is not rounded to the narrow dtype.
@@ -54,7 +60,10 @@ MAX_SQUARE = float(np.finfo(np.float64).max) / 16
 # Largest number of ones whose sum is exact in float32.
 _MAX_EXACT = 1 << 24
 # dtypes of scores, by the dtype of E, where the default dtype of C does not fit.
-_SCORES = {"float16": "float32", "bfloat16": "float32", "int8": "float64"}
+_SCORES = {
+    **dict.fromkeys(("float16", "bfloat16"), "float32"),
+    **dict.fromkeys(("int8", "uint8", "int16"), "float64"),
+}
 
 
 def problem_of(
@@ -67,9 +76,11 @@ def problem_of(
     compute: str = "native",
     out_dtype: Any = None,
 ) -> GemmProblem:
-    """Return the product of two operands. Raises `InputError` if shapes, dtypes or scalars do not match."""
+    """Return the product of two operands of one dtype (`as_multiplied`).
+
+    Raises `InputError` if shapes, dtypes or scalars do not match.
+    """
     trans_a, trans_b = op_of("trans_a", trans_a), op_of("trans_b", trans_b)
-    stores.check_dtypes(a, b)
     m, k = a.shape[::-1] if trans_a.swaps else a.shape
     k_b, n = b.shape[::-1] if trans_b.swaps else b.shape
     if k != k_b:
@@ -96,9 +107,9 @@ def problem_of(
     if centered and problem.depth:
         left, right = (replace(x, elements=y) for x, y in zip((problem.a, problem.b), deferred, strict=True))
         problem = replace(problem, a=left, b=right)
-    if problem.exact and problem.depth > emulation.MAX_FLOAT64_DEPTH:
+    if problem.exact and problem.depth > (most := (emulation.EXACT_LIMIT - 1) // dtype.largest**2):
         raise InputError(
-            f"op(A) has {k} columns; sums of more than {emulation.MAX_FLOAT64_DEPTH} int8 products may not "
+            f"op(A) has {k} columns; sums of more than {most} {dtype.name} products may not "
             "be exact: multiply parts with fewer columns, and add the results"
         )
     return problem
@@ -317,6 +328,7 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     if request.slicing is not None:
         a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
         b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
+    a, b = as_multiplied(a, b)
     scalars = request.alpha, request.beta
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
     return _stored(request, problem, a, b, backend)
@@ -331,7 +343,18 @@ def _stored(
     if request.into.uplo == "full":
         check_mirrored(request.epilogue)
     problem, a, b = centered(problem, a, b, request)
+    problem, a, b = _widened(problem, a, b, backend)
     return a, b, _checked(request, problem, checksum_tier(backend, problem))
+
+
+def _widened(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> tuple[GemmProblem, Matrix, Matrix]:
+    """Return a product and its operands, in the dtype in which a GPU can multiply them without rounding."""
+    wide = DTYPES[problem.a_dtype].wide
+    if backend != "cuda" or not wide:
+        return problem, a, b
+    left = ConvertedMatrix(a, numpy_dtype(wide))
+    right = left if b is a else ConvertedMatrix(b, numpy_dtype(wide))
+    return replace(problem, a=replace(problem.a, dtype=wide), b=replace(problem.b, dtype=wide)), left, right
 
 
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
@@ -355,6 +378,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     else:
         x = transformed(x, change, trans, left=True)
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
+    (x,) = as_multiplied(x)
     scalars = request.alpha, request.beta
     for name, value in zip(("alpha", "beta"), scalars, strict=True):
         if isinstance(value, complex) and value.imag != 0:
@@ -394,7 +418,7 @@ def _open_selection(
     request: Request, selection: Selection, backend: str
 ) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open and return A and B, with the description of a selection from their product."""
-    a, b, problem = _open_pair(request, selection.names, same=selection.same)
+    a, b, problem = _open_pair(request, selection.names, backend, same=selection.same)
     if selection.topk and not selection.same:
         _check_most(selection.topk, problem.n)
     if not problem.epilogue:
@@ -414,7 +438,9 @@ def _open_selection(
     return a, b, _checked(request, problem, "host")
 
 
-def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
+def _open_pair(
+    request: Request, names: tuple[str, str], backend: str, *, same: bool
+) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open and return A and B, with their product, which is not stored. With `same`, op(B) is op(A)^T."""
     name = "X" if request.a.standardize else names[0]
     trans = op_of("trans_a", request.a.op)
@@ -432,6 +458,7 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
         _check_topk(name, selection, rows)
     a, trans = _multiplied(a, request.a, left=True)
     b, other = (a, Op.N if trans.swaps else Op.T) if same else _multiplied(b, request.b, left=False)
+    a, b = as_multiplied(a) * 2 if same else as_multiplied(a, b)
     score = _SCORES.get(a.dtype.name)
     problem = problem_of(a, b, 1, 0, trans, other, request.compute, score)
     if problem.is_corrected:
@@ -443,6 +470,7 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     if problem.sink.merges or any(isinstance(step, Cast) for step in request.epilogue):
         raise InputError("Add, Divide and Cast need a C that is stored: drop them")
     problem, a, b = centered(problem, a, b, request)
+    problem, a, b = _widened(problem, a, b, backend)
     return a, b, _wide(problem) if problem.measures_distances else problem
 
 
@@ -472,7 +500,7 @@ def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmPro
 
 def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open and return A and B, with the reduction of the rows of their product, or its product with V."""
-    a, b, problem = _open_pair(request, reduction.names, same=reduction.same)
+    a, b, problem = _open_pair(request, reduction.names, backend, same=reduction.same)
     if reduction.kind:
         if reduction.kind == "max" and not problem.n:
             raise InputError("C has no elements, so that none is the largest: pass a larger A and B")
@@ -511,7 +539,8 @@ def _check_topk(name: str, selection: Selection, rows: int) -> None:
 
 def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:
     """Return the problem with the dtype of its sums: int32 for int8 on a GPU, if no sum can overflow."""
-    if problem.exact and backend == "cuda" and problem.depth <= emulation.MAX_INT32_DEPTH:
+    narrow = problem.exact and not DTYPES[problem.a_dtype].wide
+    if narrow and backend == "cuda" and problem.depth <= emulation.MAX_INT32_DEPTH:
         return problem.with_sums("int32")
     return problem
 

@@ -183,8 +183,7 @@ def _changes(operand: str) -> Option:
     return Option(
         f"Transform the elements of {operand} on load: missing codes, means, scales, casts. Means and scales "
         "are per index along k.",
-        "The operand may then also be int32 or int64. If it is cast to float16 or bfloat16, C is float32 by "
-        "default.",
+        "If the operand is cast to float16 or bfloat16, C is float32 by default.",
         syntax="Values are separated by commas: missing=CODE, impute=mean|0|FILE|raise, log1p, "
         "center=k|FILE, scale=k|hwe|FILE, cast=DTYPE, such as missing=-1,center=k,scale=k,cast=float16. FILE "
         "is a .npy file with one number for each index.",

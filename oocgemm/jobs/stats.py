@@ -240,7 +240,7 @@ def stats(
     fingerprint of the files (sizes, modification times), in the folder of `oocgemm info`'s calibrations.
 
     Args:
-        x: a two-dimensional operand as for `gemm`; also int32 or int64. Not complex.
+        x: a two-dimensional operand as for `gemm`. Not complex.
         axis: the axis that is reduced, as in NumPy: 0 (default) for one number per column, which
             ``gram(x)`` needs, or 1 for one number per row.
         missing: code of missing elements, such as -1 or NaN, which are left out. By default the code of

@@ -27,6 +27,7 @@ from oocgemm.stores.declared import AS_STORED, accepting
 from oocgemm.stores.formats import OperandFacts, python_command
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import (
+    ConvertedMatrix,
     ImputedMatrix,
     Numbers,
     StandardizedMatrix,
@@ -267,6 +268,7 @@ def _of_transform(matrix: TransformedMatrix, memory: int, sweep: Sweep | None) -
 _NUMBERS: dict[type[SteppedMatrix], Callable[..., tuple[Numbers, ...]]] = {
     TransformedMatrix: _of_transform,
     StandardizedMatrix: _of_lines,
+    ConvertedMatrix: lambda matrix, memory, sweep: (),
 }
 
 
@@ -419,7 +421,7 @@ def _with_steps(operand: Operand, matrix: Matrix, *, here: bool) -> Operand:
     chain = chain_of(matrix)
     if chain is None:
         return operand
-    if not here or chain.is_copy:
+    if not (here and chain.is_expandable) or chain.is_copy:
         return replace(operand, elements=deferred_steps(matrix))
     return replace(operand, elements=chain.steps, stored=chain.source.dtype.name)
 

@@ -46,7 +46,7 @@ from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Collecting, Matrix
 from oocgemm.stores.base import MirroredMatrix, ReadError, Retries
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import chain_of
+from oocgemm.stores.transformed import as_multiplied, chain_of
 from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel
 from oocgemm.values import dataclass
@@ -432,6 +432,7 @@ def verify(  # noqa: PLR0915  a sequence of checks
         )
     left = transformed(left, transform_a, ops[0], left=True)
     right = transformed(right, transform_b, ops[1], left=False)
+    left, right = as_multiplied(left, right)
     name = result.dtype.name
     out_dtype = name if name in DTYPES[left.dtype.name].results else None
     instead = fitting(left.shape, right.shape, result.shape, (ops[0].swaps, ops[1].swaps))

@@ -87,7 +87,12 @@ C_TYPES = {
     "complex64": "complex_t<float>",
     "complex128": "complex_t<double>",
     "int8": "signed char",
+    "bool": "unsigned char",
+    "uint8": "unsigned char",
+    "int16": "short",
+    "uint16": "unsigned short",
     "int32": "int",
+    "uint32": "unsigned",
     "int64": "long long",
 }
 # Values of the macros OOC_OP_A and OOC_OP_B: not transposed, transposed, conjugate transposed.

@@ -17,7 +17,7 @@ from oocgemm.planning.cost.machine import (
 )
 from oocgemm.planning.layout import Chunked, Coding, InMemory, Layout, Layouts, Lines, Remote, Writing
 from oocgemm.planning.plan import Plan, recorded_plan
-from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
+from oocgemm.planning.problem import COMPUTES, DTYPES, MULTIPLIED, OPERANDS, DType, GemmProblem, Op
 from oocgemm.planning.schedule.operation import Kind, Lane, Operation, Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.traversal import Traversal
@@ -30,6 +30,7 @@ from oocgemm.planning.tiling import TileGrid, TileSet, TileShape
 __all__ = [
     "COMPUTES",
     "DTYPES",
+    "MULTIPLIED",
     "OPERANDS",
     "RATES",
     "Budgets",

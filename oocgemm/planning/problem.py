@@ -30,9 +30,13 @@ class DType:
     """An element type: its NumPy name and its size in bytes.
 
     `accumulator` is the dtype in which products of such elements are summed. `results` are the dtypes that C
-    may have, the default first. Both are empty if A and B cannot have the dtype. `planes` is the maximum
-    number of int8 matrices (residue planes) into which emulation splits a block of A or B; 0 if products of
-    the dtype cannot be emulated.
+    may have, the default first. Both are empty if elements of the dtype are not multiplied. `planes` is the
+    maximum number of int8 matrices (residue planes) into which emulation splits a block of A or B; 0 if
+    products of the dtype cannot be emulated.
+
+    If products are summed without rounding, `largest` is the largest magnitude of an element; else 0.
+    `wide` is the dtype in which a GPU multiplies the elements if it cannot multiply them as they are. The
+    host multiplies such elements as fast as int8.
     """
 
     name: str
@@ -41,8 +45,16 @@ class DType:
     results: tuple[str, ...] = ()
     is_complex: bool = False
     planes: int = 0
+    largest: int = 0
+    wide: str = ""
+
+    @property
+    def rate(self) -> str:
+        """The dtype whose measured rate is that of products of such elements."""
+        return "int8" if self.wide else self.name
 
 
+_EXACT = ("int32", "int64", "float32", "float64")
 DTYPES = {
     d.name: d
     for d in (
@@ -53,8 +65,14 @@ DTYPES = {
         DType("complex64", 8, "complex64", ("complex64",), is_complex=True),
         DType("complex128", 16, "complex128", ("complex128",), is_complex=True),
         # Products of int8 are summed in int32 within a step, and in float64 over the steps: see integers.py.
-        DType("int8", 1, "float64", ("int32", "int64", "float32", "float64")),
+        DType("int8", 1, "float64", _EXACT, largest=128),
+        DType("uint8", 1, "float64", _EXACT, largest=255, wide="float64"),
+        DType("int16", 2, "float64", _EXACT, largest=255, wide="float64"),  # int8 and uint8, mixed
+        # Dtypes in storage. Elements are converted when they are loaded: see `MULTIPLIED`.
+        DType("bool", 1),
+        DType("uint16", 2),
         DType("int32", 4),
+        DType("uint32", 4),
         DType("int64", 8),
         # Elements of C that are selected (`sinks.Selected`): a score and the index of its column, float32
         # and uint32, or float64 and uint64.
@@ -62,12 +80,23 @@ DTYPES = {
         DType("void128", 16),
     )
 }
-# Dtypes of A and B.
-OPERANDS = tuple(d.name for d in DTYPES.values() if d.results)
+# Dtypes that GPUs multiply as they are, and whose rates are measured.
+OPERANDS = tuple(d.name for d in DTYPES.values() if d.results and not d.wide)
+# The dtype in which elements of A or B are multiplied, by their dtype in storage. Operands with different
+# dtypes in this table are multiplied in the dtype in which NumPy would multiply them.
+MULTIPLIED = {name: name for name in OPERANDS} | {
+    "bool": "int8",
+    "uint8": "uint8",
+    "int16": "float32",
+    "uint16": "float32",
+    "int32": "float64",
+    "uint32": "float64",
+    "int64": "float64",
+}
 
 # Values of `Arithmetic.compute`, each with the dtypes of A and B for which it is allowed.
 COMPUTES = {
-    "native": OPERANDS,
+    "native": tuple(d.name for d in DTYPES.values() if d.results),
     "tf32": ("float32",),
     "bf16": ("float32",),
     "emulated": tuple(d.name for d in DTYPES.values() if d.planes),
@@ -361,7 +390,7 @@ class GemmProblem:
     @property
     def rate(self) -> str:
         """Key in `MachineModel.kernels` of the speed at which the product is multiplied."""
-        return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
+        return f"emulated {self.a_dtype}" if self.planes else DTYPES[self.a_dtype].rate
 
     @property
     def described_dtype(self) -> str:
@@ -372,7 +401,7 @@ class GemmProblem:
     @property
     def exact(self) -> bool:
         """Whether op(A) @ op(B) is summed without rounding."""
-        return self.a_dtype == "int8"
+        return DTYPES[self.a_dtype].largest > 0
 
     @property
     def finishes(self) -> bool:

@@ -18,7 +18,6 @@ from oocgemm.stores.capabilities import (
     span,
     warn_of_folders,
 )
-from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.opening import (
     c_exists,
     check_apart,
@@ -59,7 +58,6 @@ __all__ = [
     "c_exists",
     "check_apart",
     "check_compressor",
-    "check_dtypes",
     "check_new",
     "clear",
     "create_output",

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Layout
+from oocgemm.planning import DTYPES, MULTIPLIED, GemmProblem, Layout
 from oocgemm.planning.partition import Slicing
 from oocgemm.planning.tiling import Range, length
 from oocgemm.values import dataclass
@@ -310,7 +310,7 @@ class DtypeError(InputError):
     """
 
     def __init__(self, name: str, dtype: np.dtype[Any], declared: Any = None) -> None:
-        super().__init__(f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}")
+        super().__init__(f"{name} is of dtype {dtype}, supported are {', '.join(MULTIPLIED)}")
         self.dtype, self.declared = dtype, declared
 
 

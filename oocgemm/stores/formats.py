@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError, NotFoundError
-from oocgemm.planning import OPERANDS
+from oocgemm.planning import MULTIPLIED
 from oocgemm.stores.base import Matrix, dtype_name
 from oocgemm.stores.declared import CompleteMatrix
 from oocgemm.values import dataclass
@@ -130,10 +130,10 @@ class UnsupportedError(InputError):
         said = [f"{x.name} {'is of dtype' if x is stored[0] else 'of'} {x.dtype}" for x in stored]
         problem = " and ".join(said)
         if not all(x.is_supported for x in stored):
-            problem += f", supported are {', '.join(OPERANDS)}"
-        remedies = [x.converted(wanted) for x in stored if x.dtype.name != wanted]
+            problem += f", supported are {', '.join(MULTIPLIED)}"
+        remedies = [x.converted(wanted) for x in stored if not x.is_supported]
         if first is not None:
-            problem = f"{first.name} is of dtype {first.dtype}, supported are {', '.join(OPERANDS)}"
+            problem = f"{first.name} is of dtype {first.dtype}, supported are {', '.join(MULTIPLIED)}"
             remedies = [first.not_numeric]
         super().__init__(f"{problem}: {'; '.join(remedies)}")
         self.stored = stored
@@ -158,7 +158,7 @@ class OperandFacts:
 
     @property
     def is_supported(self) -> bool:
-        return dtype_name(self.dtype) in OPERANDS
+        return dtype_name(self.dtype) in MULTIPLIED
 
     @property
     def is_numeric(self) -> bool:
@@ -177,26 +177,21 @@ class OperandFacts:
 def common_dtype(*dtypes: np.dtype[Any]) -> str:
     """Return the name of the dtype to which operands are converted, so that they can be multiplied.
 
-    >>> common_dtype(np.dtype("u1")), common_dtype(np.dtype("u1"), np.dtype("f8"))
-    ('float32', 'float64')
+    >>> common_dtype(np.dtype("u8")), common_dtype(np.dtype("u8"), np.dtype("c8"))
+    ('float64', 'complex128')
     """
     try:
         common = np.result_type(*dtypes)
     except TypeError:  # they have no common dtype in NumPy, such as bfloat16 and float16
         return "float32"
-    if common.name in OPERANDS:
-        return common.name if common.name != "bfloat16" else "float32"  # a .npy file cannot store bfloat16
-    exact = common.kind in "biu" and common.itemsize <= 2
-    return "float32" if exact else "complex128" if common.kind == "c" else "float64"
+    return common.name if common.name in MULTIPLIED else "complex128" if common.kind == "c" else "float64"
 
 
-def check_dtypes(a: Matrix, b: Matrix) -> None:
-    """Raise `UnsupportedError` if A or B has an unsupported dtype, or if their dtypes differ."""
-    both = OperandFacts.of(a), OperandFacts.of(b)
-    if a.dtype != b.dtype:
-        raise UnsupportedError(*both)
-    if not both[0].is_supported:
-        raise UnsupportedError(*(both if a is not b else both[:1]))
+def check_dtypes(*matrices: Matrix) -> None:
+    """Raise `UnsupportedError` if a matrix has a dtype that is not multiplied."""
+    stored = [OperandFacts.of(matrix) for matrix in dict.fromkeys(matrices)]
+    if not all(x.is_supported for x in stored):
+        raise UnsupportedError(*stored)
 
 
 def conversion(name: str, store: str, path: str | None, dtype: str, missing: tuple[Any, ...] = ()) -> str:

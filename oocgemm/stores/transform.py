@@ -17,8 +17,11 @@ from oocgemm.values import dataclass
 # The dtypes to which a transform can cast.
 CASTS = ("float16", "bfloat16", "float32", "float64", "int8")
 # The dtype of the result if `Transform.cast` is not given, for each dtype that is not kept. float64 can
-# represent all int32.
-_DEFAULTS = {"int8": "float32", "int32": "float64", "int64": "float64"}
+# represent all int32 and uint32.
+_DEFAULTS = {
+    **dict.fromkeys(("bool", "int8", "uint8", "int16", "uint16"), "float32"),
+    **dict.fromkeys(("int32", "uint32", "int64"), "float64"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +47,10 @@ class Transform:
         clip: (low, high): a result below `low` becomes `low`, and one above `high` becomes `high`. NaN stays
             NaN.
         cast: dtype that is multiplied: float16, bfloat16, float32, float64 or int8. By default that of a
-            floating-point operand; float32 for int8; float64 for int32 and int64. An int8 operand that is
-            only imputed with 0 stays int8. An int8 operand may also be centred and stay int8, with
-            cast="int8": then its product is exact, and the centers are subtracted from C, which is float64.
+            floating-point operand; float32 for integers of 8 or 16 bits and bool; float64 for int32, uint32
+            and int64. An int8 operand that is only imputed with 0 stays int8. An int8 operand may also be
+            centred and stay int8, with cast="int8": then its product is exact, and the centers are subtracted
+            from C, which is float64.
 
     Raises:
         InputError: an argument cannot be used.
@@ -119,8 +123,8 @@ class Transform:
         if self.missing is None:
             return None
         value = float(self.missing)
-        if stored.kind == "i":
-            limits = np.iinfo(stored)
+        if stored.kind in "biu":
+            limits = np.iinfo("int8" if stored.kind == "b" else stored)
             low, high = max(int(limits.min), 1 - EXACT_LIMIT), min(int(limits.max), EXACT_LIMIT - 1)
             if not (isfinite(value) and value.is_integer() and low <= value <= high):
                 raise InputError(

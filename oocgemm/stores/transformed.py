@@ -14,11 +14,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from oocgemm.errors import InputError
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.planning import MULTIPLIED
 from oocgemm.planning.elements import STREAMED, ElementStep
+from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import in_float64, read_block
-from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, View, pieces
+from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, View, dtype_name, pieces
+from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.transform import Transform
 
 # Number of elements that are transformed at a time. With fewer elements, threads mostly wait for the GIL.
@@ -26,9 +29,11 @@ SLAB = 1 << 18
 # Bytes of the temporary arrays for one slab: the elements in float64, and masks of missing elements.
 SLAB_BYTES = SLAB * 10
 # The dtype of standardized elements, by the dtype in storage. Other dtypes stay as they are.
-RESULTS = dict.fromkeys(("float16", "bfloat16", "int8", "int32", "int64"), "float32")
+RESULTS = dict.fromkeys(
+    ("float16", "bfloat16", "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"), "float32"
+)
 # Dtypes in storage whose elements are first converted to float64, then cast.
-_BY_FLOAT64 = ("int32", "int64")
+_BY_FLOAT64 = ("int32", "uint32", "int64")
 DType = np.dtype[Any]
 # The values of `ElementStep.axis`: a step has one number per row, or one per column.
 _AXES = "rows", "cols"
@@ -70,7 +75,7 @@ _FORMS: dict[str, Callable[[Array, ElementStep, Any], Array]] = {
 def is_missing(x: Array, code: float) -> Array:
     """Return a mask of the elements that are equal to `code`, the code of missing elements. It may be NaN."""
     # To compare integers with a float, NumPy would cast all of them.
-    same = int(code) if x.dtype.kind == "i" else code
+    same = int(code) if x.dtype.kind in "iu" else code
     found: Array = np.isnan(x) if isnan(code) else x == same
     return found
 
@@ -174,6 +179,11 @@ class SteppedMatrix(ElementView):
         """Whether a GPU can compute the numbers from panels: they are exact sums of small integers."""
         return False
 
+    @property
+    def is_expandable(self) -> bool:
+        """Whether a GPU can do the steps: they are in float64, which complex elements do not fit."""
+        return self.source.dtype.kind != "c"
+
     def exact(self) -> "SteppedMatrix":
         """Return a view that also applies the deferred steps. It is in float64 if there are such steps."""
         return self
@@ -221,6 +231,74 @@ class SteppedMatrix(ElementView):
 def chain_of(matrix: Matrix) -> SteppedMatrix | None:
     """Return a matrix whose elements go through a chain of steps; None for any other matrix."""
     return matrix if isinstance(matrix, SteppedMatrix) else None
+
+
+class ConvertedMatrix(SteppedMatrix):
+    """A read-only view of a matrix, with its elements converted to another dtype.
+
+    Integers of 64 bits that float64 cannot represent are refused when they are read.
+    """
+
+    def __init__(self, matrix: Matrix, dtype: np.dtype[Any]) -> None:
+        super().__init__(_representable(matrix), (), (), dtype)
+
+    def on(
+        self, matrix: Matrix, numbers: Sequence[Numbers] | None, dtype: np.dtype[Any] | None = None
+    ) -> Self:
+        return type(self)(matrix, dtype or self.dtype)
+
+    @property
+    def change(self) -> str:  # type: ignore[override]
+        before = f"{self.matrix.change}; " if isinstance(self.matrix, SteppedMatrix) else ""
+        return f"{before}converted to {self.dtype}"
+
+
+class RepresentableMatrix(View):
+    """A read-only view of a matrix of int64 that float64 can represent. Reading another one is an error."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        super().__init__(matrix)
+        self.shape, self.layout = matrix.shape, matrix.layout.computed(0, 0)
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        self._matrix.read(rows, cols, out)
+        if out.size and (out.max() > EXACT_LIMIT or out.min() < -EXACT_LIMIT):
+            i, j = (int(index) for index in np.argwhere((out > EXACT_LIMIT) | (out < -EXACT_LIMIT))[0])
+            raise ExecutionError(
+                f"the element at [{rows[0] + i}, {cols[0] + j}] of {self.name} is {out[i, j]}, and int64 are "
+                f"multiplied as float64, which represents all integers up to {EXACT_LIMIT}: divide the "
+                "elements by a power of 2 in a copy, or store it in float64"
+            )
+
+
+def _representable(matrix: Matrix) -> Matrix:
+    checked = isinstance(matrix, RepresentableMatrix) or dtype_name(matrix.dtype) != "int64"
+    return matrix if checked else RepresentableMatrix(matrix)
+
+
+def multiplied_dtype(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which operands of these dtypes are multiplied.
+
+    It is NumPy's `result_type` of the dtypes in `MULTIPLIED`; float32 if these have no common dtype in NumPy.
+
+    >>> multiplied_dtype(np.dtype("u1"), np.dtype("f2")), multiplied_dtype(np.dtype("i2"))
+    (dtype('float16'), dtype('float32'))
+    """
+    kept = [x if MULTIPLIED[dtype_name(x)] == x.name else np.dtype(MULTIPLIED[x.name]) for x in dtypes]
+    try:
+        return np.result_type(*kept)
+    except TypeError:  # bfloat16 and float16
+        return np.dtype(np.float32)
+
+
+def as_multiplied(*matrices: Matrix) -> list[Matrix]:
+    """Return operands with elements of the dtype in which they are multiplied with each other.
+
+    Raises `UnsupportedError` if a dtype is not multiplied.
+    """
+    check_dtypes(*matrices)
+    dtype = multiplied_dtype(*(matrix.dtype for matrix in matrices))
+    return [matrix if matrix.dtype == dtype else ConvertedMatrix(matrix, dtype) for matrix in matrices]
 
 
 class TransformedMatrix(SteppedMatrix):

@@ -36,7 +36,10 @@ MAX_METADATA, MAX_CONSOLIDATED = 1 << 20, 64 << 20
 _LIMITS = dict.fromkeys((*METADATA, V2_GROUP), MAX_METADATA) | {CONSOLIDATED: MAX_CONSOLIDATED}
 # The dtypes of arrays that are opened without zarr. bfloat16 needs the package ml_dtypes. Only the code that
 # opens arrays by zarr reports that this package is missing.
-_DTYPES = ("float16", "float32", "float64", "complex64", "complex128", "int8", "int32", "int64")
+_DTYPES = (
+    *("float16", "float32", "float64", "complex64", "complex128"),
+    *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"),
+)
 _NONFINITE = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 # For each supported codec of format 3, the settings that zarr writes, and the allowed values of each setting.
 _SETTINGS: dict[str, dict[str, Container[Any]]] = {

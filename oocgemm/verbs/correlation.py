@@ -79,7 +79,7 @@ def corr(
     unless X is float64.
 
     Args:
-        x: a real two-dimensional operand as for `gemm`, or one of int32 or int64. Missing genotypes of a .bed
+        x: a real two-dimensional operand as for `gemm`. Missing genotypes of a .bed
             file are replaced by the means of their variants.
         out: where the coefficients are stored, as for `gram`. By default a new ndarray.
         {options}

@@ -80,11 +80,12 @@ def gemm(
     """Compute ``C = alpha op(A) @ op(B) + beta C`` in bounded memory.
 
     Args:
-        a, b: two-dimensional operands of one dtype: float16, float32, float64, complex64, complex128, int8,
-            or ml_dtypes' bfloat16. Each is a path or URL of a zarr array, the path of a .npy file, the
-            address of an HDF5 dataset (``file.h5::/name``), the path of a PLINK .bed file, an ndarray, a
-            memory map, a zarr array, or a lazy array (dask, h5py, xarray, tensorstore, or any object with
-            shape, dtype and slicing), which is read chunk by chunk. op(A) is m x k, op(B) is k x n.
+        a, b: two-dimensional operands of float16, float32, float64, complex64, complex128, bool, integers of
+            8, 16 or 32 bits, int64, or ml_dtypes' bfloat16, also of two of these dtypes. Each is a path or
+            URL of a zarr array, the path of a .npy file, the address of an HDF5 dataset
+            (``file.h5::/name``), the path of a PLINK .bed file, an ndarray, a memory map, a zarr array, or a
+            lazy array (dask, h5py, xarray, tensorstore, or any object with shape, dtype and slicing), which
+            is read chunk by chunk. op(A) is m x k, op(B) is k x n.
         c: where C is stored, and read from if beta != 0: an m x n array, a path or a URL. If nothing exists
             at the path, C is created there: as a .npy file if the path ends in .npy, else as a zarr array. By
             default a new ndarray.

@@ -171,11 +171,12 @@ def pca(
     mean is subtracted from elements when they are loaded, or from the products. The computation ends when the
     components have converged, and a warning is issued if they have not after the last iteration.
 
-    int8, float16 and bfloat16 elements are multiplied as float32, int32 and int64 as float64; a transform may
-    cast to float32 or float64. Without a code of missing elements, missing genotypes of a .bed file are
-    replaced by the means of their columns. Means and scales are per column. With `devices`, the rows of X are
-    cut into slices, which the devices multiply. With `verify`, X is read once more for each product, which is
-    compared with random combinations of its columns (`oocgemm.integrity.freivalds`).
+    float16, bfloat16, bool and integers of up to 16 bits are multiplied as float32, other integers as
+    float64; a transform may cast to float32 or float64. Without a code of missing elements, missing genotypes
+    of a .bed file are replaced by the means of their columns. Means and scales are per column. With
+    `devices`, the rows of X are cut into slices, which the devices multiply. With `verify`, X is read once
+    more for each product, which is compared with random combinations of its columns
+    (`oocgemm.integrity.freivalds`).
 
     Args:
         x: a real two-dimensional operand as for `gemm`, n samples x d features. It may be larger than memory.

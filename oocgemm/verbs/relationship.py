@@ -139,8 +139,10 @@ def grm(
     if gcta is not None and uplo not in (None, "lower"):
         raise InputError(f"uplo = {uplo!r}: a .grm.bin file has the lower triangle: drop uplo")
     request = parse_gram(x, out, axis, uplo, dict[str, Any](options))  # type: ignore[arg-type]
-    known = Transform(missing=missing)
     matrix = stores.open_matrix("X", x, decode=request.decode)
+    if missing == MISSING and matrix.dtype.kind in "bu":
+        missing = None  # no element can have the default code
+    known = Transform(missing=missing)
     known.result("X", matrix.dtype)  # refuses complex operands
     matrix, op = stores.by_rows(accepted(matrix, known), Op.T if axis else Op.N)
     chosen = _chosen(x, axis, chromosomes, matrix.shape[1 - int(op.swaps)])

@@ -186,14 +186,6 @@ def test_what_is_said_of_a_fraction_holds_for_any_c() -> None:
     np.testing.assert_array_equal(c, np.full((4, 4), 2.0))
 
 
-def test_operands_of_other_integers_are_refused() -> None:
-    for dtype in ("uint8", "int16", "int32", "int64"):
-        x = np.ones((4, 4), dtype)
-        said = f"A is of dtype {dtype} and B of {dtype}, supported are float16, .*, int8: convert A by "
-        with pytest.raises(InputError, match=said):
-            oocgemm.matmul(x, x, backend="host")
-
-
 @pytest.mark.parametrize("compressor", ["none", "blosc-zstd"])
 def test_the_command_multiplies_genotypes(
     compressor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

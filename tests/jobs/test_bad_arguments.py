@@ -63,11 +63,9 @@ def test_whatever_numpy_converts_is_an_operand(operand: Any) -> None:
         pytest.param([1.0, 2.0], "A has 1 dimensions", id="a list of numbers"),
         pytest.param(A[None], "A has 3 dimensions", id="a stack of matrices"),
         pytest.param([[1.0], [2.0, 3.0]], "A: list cannot be turned into an array", id="rows of two lengths"),
-        pytest.param([[1, 2, 3]], "A is of dtype int64", id="integers"),
+        pytest.param(A.astype(np.uint64), "A is of dtype uint64", id="integers of 64 bits without a sign"),
         pytest.param(A.astype(np.longdouble), "A is of dtype float128", id="a wider float"),
-        pytest.param(A > 3, "A is of dtype bool", id="booleans"),
         pytest.param(A.astype("M8[s]"), "A is of dtype datetime64[s]", id="times"),
-        pytest.param(A.astype("f4"), "A is of dtype float32 and B of float64", id="another dtype than B's"),
         pytest.param(A.T, "op(A) is 3 x 4 and op(B) is 3 x 5", id="a shape that does not match"),
         pytest.param(np.ma.masked_greater(A, 3), "A is a masked array", id="a mask, which would be ignored"),
         pytest.param(

@@ -63,20 +63,8 @@ def obeyed(said: str, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 DTYPES = [
-    *(("uint8", "float64", "float64"), ("float32", "uint8", "float32"), ("int32", "float32", "float64")),
-    *(("uint8", "uint16", "float32"), ("float16", "uint8", "float16"), ("int64", "bool", "float64")),
-    *slow(
-        *(
-            ("uint8", "int8", "float32"),
-            ("int16", "complex64", "complex64"),
-            ("uint32", "float32", "float64"),
-        ),
-        *(
-            ("bool", "float64", "float64"),
-            ("uint8", "uint8", "float32"),
-            ("int64", "complex64", "complex128"),
-        ),
-    ),
+    *(("uint64", "float64", "float64"), ("float32", "uint64", "float64"), ("uint64", "bool", "float64")),
+    *slow(("uint64", "uint64", "float64"), ("uint64", "complex64", "complex128")),
 ]
 
 
@@ -102,8 +90,8 @@ PAIRS: dict[str, Callable[[Array, Array], Any]] = {
 
 @pytest.mark.parametrize("verb", PAIRS)
 def test_other_functions_of_two_operands_name_one_dtype_too(verb: str) -> None:
-    x, y = np.ones((4, 3), np.uint8), np.ones((4, 3))
-    said = r"of dtype uint8 and .* of float64.*: convert [AX] by .*float64"
+    x, y = np.ones((4, 3), np.uint64), np.ones((4, 3))
+    said = r"of dtype uint64 and .* of float64.*: convert [AX] by .*float64"
     with pytest.raises(InputError, match=said):
         PAIRS[verb](x, y)
     PAIRS[verb](x.astype(np.float64), y)

@@ -410,6 +410,10 @@ def test_conversions_keep_what_is_declared(store: str, tmp_path: Path) -> None:
         oocgemm.matmul(packed, np.ones((6, 1)), **ON_HOST)
     _clear(tmp_path)
     path = STORES[store](tmp_path, x, {"_FillValue": 99})
+    with pytest.raises(ExecutionError, match=r"\[7, 4\] of A.* is 99"):
+        oocgemm.matmul(path, np.ones((6, 1)), **ON_HOST)
+    _clear(tmp_path)
+    path = STORES[store](tmp_path, values("u8"), {"_FillValue": 99})
     with pytest.raises(InputError) as raised:
         oocgemm.matmul(path, np.ones((6, 1)), **ON_HOST)
     made = obey(str(raised.value))

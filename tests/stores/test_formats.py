@@ -71,36 +71,21 @@ ZARR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", ["A 2.zarr/", "A 2.npy", *slow(("A.zarr",), ("A",), ("A.f.npy",))])
-@pytest.mark.parametrize("dtype", ["int64", "bool", *slow(("uint8",), ("int32",))])
+@pytest.mark.parametrize("dtype", ["uint64"])
 def test_the_command_that_converts_a_path_works(here: Path, path: str, dtype: str) -> None:
     values = A.astype(dtype)
     if path.endswith(".npy"):
         np.save(path, np.asfortranarray(values) if ".f" in path else values)
     else:
         zarr.create_array(path, shape=A.shape, dtype=dtype, **ZARR[path])[:] = values
-    wanted = "float32" if values.itemsize < 4 else "float64"
-    made = obey(said_of(path, B.astype(wanted)))
-    np.testing.assert_array_equal(oocgemm.matmul(made, B.astype(wanted), backend="host"), PRODUCT)
-
-
-@pytest.mark.parametrize("end", ["", ".npy"])
-def test_the_command_that_makes_two_dtypes_one_works(here: Path, end: str) -> None:
-    for name, array in (("A", A.astype("f8")), ("B", B)):
-        if end:
-            np.save(name, array)
-        else:
-            zarr.create_array(name, data=array)
-    said = said_of(f"A{end}", f"B{end}")
-    assert said.startswith("A is of dtype float64 and B of float32: convert B by ")
-    made = obey(said, "convert B by ")
-    np.testing.assert_array_equal(oocgemm.matmul(f"A{end}", made, backend="host"), PRODUCT)
+    made = obey(said_of(path, B))
+    np.testing.assert_array_equal(oocgemm.matmul(made, B, backend="host"), PRODUCT)
 
 
 # Name of a package -> a function that returns values as an array of that package. The array may read from a
 # folder.
 OBJECTS: dict[str, Callable[[Any, Path], Any]] = {
     "numpy": lambda values, _: values,
-    "list": lambda values, _: values.tolist(),
     "zarr in memory": lambda values, _: zarr.create_array(zarr.storage.MemoryStore(), data=values),
     "dask": lambda values, _: module("dask.array").from_array(values, chunks=(10, 10)),
     "xarray": lambda values, _: module("xarray").DataArray(values),
@@ -111,15 +96,15 @@ OBJECTS: dict[str, Callable[[Any, Path], Any]] = {
 
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_the_line_that_converts_an_object_works(tmp_path: Path, kind: str) -> None:
-    names = {"A": OBJECTS[kind](A.astype("int64"), tmp_path), "numpy": np, "dask": module("dask")}
+    names = {"A": OBJECTS[kind](A.astype("uint64"), tmp_path), "numpy": np, "dask": module("dask")}
     names["tensorstore"] = sys.modules.get("tensorstore")
     said = said_of(names["A"], B.astype("f8"))
     exec(said.split("convert A by ")[1], names)
     np.testing.assert_array_equal(oocgemm.matmul(names["A"], B.astype("f8"), backend="host"), PRODUCT)
 
 
-def test_both_operands_are_converted_if_neither_is_wide_enough() -> None:
-    names: dict[str, Any] = {"numpy": np, "A": A.astype("f8"), "B": B.astype("c8")}
+def test_both_operands_are_converted_if_neither_can_be_multiplied() -> None:
+    names: dict[str, Any] = {"numpy": np, "A": A.astype("u8"), "B": B.astype("u8")}
     said = said_of(names["A"], names["B"])
     for line in said.split(": ", 1)[1].split("; "):
         exec(re.sub("convert . by ", "", line), names)

@@ -51,7 +51,7 @@ LEFT: dict[str, dict[str, Any]] = {
     "shards": {"shards": (8, 8)},
     "shards in a codec": {"serializer": ShardingCodec(chunk_shape=(2, 2)), "compressors": None},
     "format 2, a filter": {"zarr_format": 2, "filters": [numcodecs.Delta("<f4")]},
-    "another dtype": {"dtype": "uint16"},
+    "another dtype": {"dtype": "uint64"},
     "three dimensions": {"shape": (2, 2, 2), "chunks": (2, 2, 2)},
     "no rows": {"shape": (0, 10)},
 }

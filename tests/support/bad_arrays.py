@@ -14,7 +14,7 @@ from tests.support.command import Finished
 
 A, B = np.arange(96.0).reshape(12, 8), np.arange(80.0).reshape(8, 10)
 SQUARE = np.arange(64.0).reshape(8, 8)
-UNSUPPORTED = ("int32", "int64", "uint8", "bool", "U3", "S4", "M8[ns]")
+UNSUPPORTED = ("uint64", "U3", "S4", "M8[ns]")
 
 
 def assert_one_line(done: Finished, code: int, part: str) -> None:
@@ -41,7 +41,6 @@ def create_everything(folder: Path) -> Path:
             values = A.astype("int64").astype(dtype)
             zarr.create_array(folder / f"a-{dtype}", data=values)
             np.save(folder / f"a-{dtype}.npy", values)
-    zarr.create_array(folder / "a-float32", data=A.astype("float32"))
     zarr.create_array(folder / "c-float32", data=(A @ B).astype("float32"))
     np.save(folder / "records.npy", np.zeros((12, 8), [("x", "f8")]))
     np.save(folder / "objects.npy", np.array([[None]]), allow_pickle=True)

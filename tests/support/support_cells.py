@@ -117,7 +117,11 @@ CALLS: Mapping[str, Call] = {
 def run(cell: Cell, folder: Path) -> None:
     """Compute a combination with arrays in a folder. Raises `AssertionError` if its result is wrong."""
     with ExitStack() as stack:
-        a, b = (_stored(cell, folder, name, array, stack) for name, array in (("a", A), ("b", B)))
+        kinds = ("uint8", "int16") if cell.operand == "mixed" else ("float64", "float64")
+        a, b = (
+            _stored(cell, folder, name, array.astype(kind), stack)
+            for name, array, kind in zip("ab", (A, B), kinds, strict=True)
+        )
         # Centers are per index along k: per row where columns are compared.
         mean = A.mean(axis=1, keepdims=True) if cell.verb == "ld_scores" else A.mean(axis=0)
         expected = CALLS[cell.verb].expected(A - mean if cell.operand == "transformed" else A)

@@ -120,10 +120,12 @@ class Finisher:
         self._chain = ChainKernel(plan, kernels) if problem.epilogue else None
         if self._chain is not None:
             return
-        if problem.exact:
+        # Sums in float64 are rounded once, in double precision. A C of integers has a flag per slot.
+        self._by_double = problem.exact or problem.acc_dtype == "float64"
+        if self._by_double:
             self._flags = cupy.cuda.alloc_pinned_memory(max(1, slots) * 4)
             np.frombuffer(self._flags, np.int32)[:] = 0
-        name = "int8_finish" if problem.exact else "finish"
+        name = "int8_finish" if self._by_double else "finish"
         self._kernel = kernels.plain(name, name, finish_options(problem.acc_dtype, problem.c_dtype))
 
     def finish(self, op: Operation) -> None:
@@ -134,7 +136,7 @@ class Finisher:
         if self._chain is not None:
             self._chain.launch(op, source, result)
             return
-        if self._problem.exact:
+        if self._by_double:
             scalars = map(_real, (alpha.real, beta.real))
             flag = self._flags.ptr + 4 * op.writes[0].slot.index
             at = _pointer(source), *scalars, *map(_pointer, (result, flag))
@@ -174,7 +176,7 @@ class Finisher:
     def check_of(self, op: Operation) -> Callable[[], None] | None:
         """Return a function that checks a strip after its Finish or Download; None if there is no check."""
         region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
-        if self._chain is not None or not self._problem.exact or region is None or region.slot.operand != "D":
+        if self._chain is not None or not self._by_double or region is None or region.slot.operand != "D":
             return None
         return partial(self._check, region.slot.index)
 
