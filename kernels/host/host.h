@@ -13,6 +13,23 @@ extern const char ooc_sources[];
 /* Copies `rows` rows of `size` bytes. Rows start `to_pitch` and `from_pitch` bytes apart. They do not overlap. */
 void ooc_copy_rows(char *to, ptrdiff_t to_pitch, const char *from, ptrdiff_t from_pitch, size_t size, size_t rows);
 
+/* Successive entries of a sparse matrix: those from number `first` to before `last`, which are in `lines` lines. */
+struct ooc_entries {
+  const int64_t *starts; /* the first entry of each line, and the end of the last line */
+  int64_t lines, first, last;
+  const void *indices; /* the place of each entry in its line */
+  const void *values;
+  int64_t left, right; /* the places to make dense */
+  int64_t width;       /* of a whole line */
+  int index_bytes;     /* 4 or 8 */
+  int kind;            /* of the values: the number of a dtype in `_KINDS` of sparse.py */
+};
+
+/* Writes the dense elements of lines, which start `pitch` bytes apart. Entries at the same place are added up. A line
+ * that begins before `first` already has the elements of its earlier entries. Returns 1 if an entry is outside of its
+ * line, else 0. */
+int ooc_make_dense(const struct ooc_entries *entries, char *to, ptrdiff_t pitch);
+
 /* A part of a block that one thread copies at a time: `rows` rows from number `row` on, of which `size` bytes
  * each, from byte `at` on. If `rows` is 1, the bytes may go on in the rows behind. */
 struct ooc_piece {

@@ -9,17 +9,19 @@ of a line may have any order. Entries at the same place are added up, as in scip
 they are read with the code for dense arrays, piece by piece.
 """
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.planning import Chunked, Layout
+from oocgemm.planning import Chunked, Layout, Op
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.base import (
@@ -38,16 +40,32 @@ from oocgemm.stores.capabilities import in_memory
 from oocgemm.stores.files import scratch
 from oocgemm.stores.formats import PARTS, is_sparse
 from oocgemm.system import cache
+from oocgemm.system.installed import compiled
 
 FORMATS = ("csr", "csc")
 # Formats of scipy.sparse that are converted by `tocsr`.
 _OTHERS = ("bsr", "coo", "dia", "dok", "lil")
 # Entries that a thread reads at a time, and bytes per entry of the temporary arrays that place them.
 PIECE, PLACING = 128 << 10, 40
+# The numbers of dtypes in compiled code (`adders` of `kernels/host/sparse.c`).
+_KINDS = {name: i for i, name in enumerate(("i1", "i2", "i4", "i8", "f4", "f8", "c8", "c16"))}
+_KINDS |= {f"u{size}": _KINDS[f"i{size}"] for size in (1, 2, 4, 8)}
 # The remedy for parts that do not fit together.
 AGAIN = "the sparse matrix is damaged or truncated: store it again"
 # Version of the remembered checks.
 VERSION = 1
+
+
+class _Entries(ctypes.Structure):
+    """`ooc_entries` of `kernels/host/host.h`."""
+
+    _fields_ = (
+        ("starts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("lines", "first", "last")),
+        *((name, ctypes.c_void_p) for name in ("indices", "values")),
+        *((name, ctypes.c_int64) for name in ("left", "right", "width")),
+        *((name, ctypes.c_int) for name in ("index_bytes", "kind")),
+    )
 
 
 class SparseOperand(ReadOnly):
@@ -165,28 +183,73 @@ class SparseOperand(ReadOnly):
         part.read((0, 1), piece, out[None])
         return out
 
+    def transposed(self) -> Self:
+        """Return the transpose, in the other form. It has the same parts."""
+        found = copy(self)
+        found.kind, found.shape = FORMATS[self._by_rows], self.shape[::-1]
+        found._by_rows = not self._by_rows
+        found.layout = self.layout.oriented(Op.T)
+        return found
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         lines, places = (rows, cols) if self._by_rows else (cols, rows)
         target = out if self._by_rows else out.T
-        target[...] = 0
-        first, last = int(self._starts[lines[0]]), int(self._starts[lines[1]])
-        for piece in _pieces((first, last)):
+        for group, piece in self._pieces(lines):
             indices = self._part(self._indices, piece, "indices")
-            self._check(piece, indices)
             values = self._part(self._data, piece, "data")
-            self._add(lines, piece, indices, values, places, target)
+            block = target[group[0] - lines[0] : group[1] - lines[0]]
+            if not self._make_dense(group, piece, indices, values, places, block):
+                self._check(piece, indices)
+                self._add(group, piece, indices, values, places, block)
+
+    def _pieces(self, lines: Range) -> Iterator[tuple[Range, Range]]:
+        """Yield lines and their entries, at most `PIECE` of them. A line with more is yielded repeatedly."""
+        line, end = lines
+        while line < end:
+            start = int(self._starts[line])
+            after = min(end, int(np.searchsorted(self._starts, start + PIECE, "right")) - 1)
+            if after > line:
+                yield (line, after), (start, int(self._starts[after]))
+                line = after
+            else:
+                for piece in _pieces((start, int(self._starts[line + 1]))):
+                    yield (line, line + 1), piece
+                line += 1
+
+    def _make_dense(
+        self, lines: Range, piece: Range, indices: Array, values: Array, places: Range, out: Array
+    ) -> bool:
+        """Write the dense elements of some lines with compiled code. Return whether it can, and has."""
+        library, kind = compiled(), _KINDS.get(values.dtype.str[1:])
+        plain = all(x.strides == (x.itemsize,) and x.dtype.isnative for x in (indices, values))
+        if library is None or kind is None or not plain or indices.dtype.str[1:] not in ("i4", "i8"):
+            return False
+        if out.strides[1] != out.itemsize or out.dtype != values.dtype:
+            return False
+        entries = _Entries(
+            self._starts.ctypes.data + 8 * lines[0], lines[1] - lines[0], *piece, indices.ctypes.data,
+            values.ctypes.data, *places, self._width, indices.itemsize, kind,
+        )  # fmt: skip
+        place = ctypes.c_void_p(out.ctypes.data), ctypes.c_ssize_t(out.strides[0])
+        if library.ooc_make_dense(ctypes.byref(entries), *place):
+            self._check(piece, indices)
+            raise AssertionError("the compiled code finds an index that is outside, and NumPy finds none")
+        return True
 
     def _add(
-        self, lines: Range, piece: Range, indices: Array, values: Array, places: Range, target: Array
+        self, lines: Range, piece: Range, indices: Array, values: Array, places: Range, out: Array
     ) -> None:
-        """Add entries to `target`, the dense block of some lines at the `places` in them."""
-        counts = np.diff(np.clip(self._starts[lines[0] : lines[1] + 1], *piece))
+        """Add entries to `out`, the dense block of some lines at the `places` in them."""
+        starts = self._starts[lines[0] : lines[1] + 1]
+        if piece[0] == starts[0]:  # else the line was begun by an earlier call
+            out[...] = 0
+        counts = np.diff(np.clip(starts, *piece))
         line = np.repeat(np.arange(len(counts)), counts)
         if places != (0, self._width):
             kept = (indices >= places[0]) & (indices < places[1])
             line, indices, values = line[kept], indices[kept] - places[0], values[kept]
         with np.errstate(all="ignore"):
-            np.add.at(target, (line, indices), values)
+            np.add.at(out, (line, indices), values)
 
     def fingerprint(self) -> dict[str, object] | None:
         found = [] if self._path is None else [part.fingerprint() for part in (self._indices, self._data)]

@@ -80,21 +80,28 @@ def matrices(draw: Any) -> tuple[Array, str, dict[str, Array]]:
     counts[rng.random(lines) < draw(st.sampled_from([0, 0.5]))] = 0
     starts = np.append(0, np.cumsum(counts)).astype(draw(st.sampled_from(["i4", "i8", "u4"])))
     indices = rng.integers(0, width, starts[-1]).astype(draw(st.sampled_from(["i4", "i8"])))
-    data = rng.integers(-9, 9, starts[-1]).astype(draw(st.sampled_from(["f4", "f8", "c8", "i1"])))
+    data = rng.integers(-9, 9, starts[-1]).astype(
+        draw(st.sampled_from(["f4", "f8", ">f8", "c8", "c16", "i1", "i4", "i8", "f2"]))
+    )
     dense = np.zeros((lines, width), data.dtype)
     np.add.at(dense, (np.repeat(np.arange(lines), counts), indices), data)
     return dense if form == "csr" else dense.T, form, {"data": data, "indices": indices, "indptr": starts}
 
 
 @settings(max_examples=examples(300))
-@given(matrices(), st.integers(1, 40), st.data())
+@given(matrices(), st.integers(1, 40), st.booleans(), st.booleans(), st.data())
 def test_any_block_of_any_matrix_is_read(
-    found: tuple[Array, str, dict[str, Array]], piece: int, data: Any
+    found: tuple[Array, str, dict[str, Array]], piece: int, python: bool, turned: bool, data: Any
 ) -> None:
     dense, form, parts = found
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "PIECE", piece)
+        if python:
+            patch.setattr(sparse, "compiled", lambda: None)
         matrix = stores.open_matrix("X", in_memory(dense.shape, form, parts))
+        if turned:
+            assert isinstance(matrix, sparse.SparseOperand)
+            matrix, dense = matrix.transposed(), dense.T
         rows, cols = (
             tuple(sorted(data.draw(st.tuples(st.integers(0, extent), st.integers(0, extent)))))
             for extent in dense.shape

@@ -1,0 +1,173 @@
+"""Measure products of sparse matrices: on the host beside scipy, on a GPU principal components.
+
+    python scripts/bench/bench_sparse.py host --rows 20000 --columns 1000
+    python scripts/bench/bench_sparse.py pca --rows 300000 --columns 5000 --device-memory 8GiB
+
+`host` computes X^T X of a CSR matrix by `gram` and by scipy's ``X.T @ X``, by turns, in one process. X is in
+memory, and in a h5ad file that the page cache has. The results are compared: elements are small integers, so
+that they are equal. `pca` writes a CSR matrix to zarr as AnnData does, raw and compressed, and finds its
+components three times.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import h5py
+import numpy as np
+import zarr
+from keeping import keep, output, work
+from numpy.typing import NDArray
+
+import oocgemm
+
+Array = NDArray[Any]
+RESULTS = Path(__file__).resolve().parent / "results" / "bench_sparse.json"
+
+
+def made(rows: int, columns: int, density: float, seed: int = 0) -> dict[str, Array]:
+    """Return the parts of a CSR matrix of small integers in float32, with sorted indices."""
+    rng = np.random.default_rng(seed)
+    counts = rng.binomial(columns, density, rows)
+    # Gaps of a geometric distribution give places in ascending order; those beyond the columns are left out.
+    starts = np.append(0, np.cumsum(counts))
+    indices = np.empty(starts[-1], np.int32)
+    for top in range(0, rows, 4096):
+        end = min(top + 4096, rows)
+        keys = rng.random((end - top, columns), np.float32)
+        order = np.argsort(keys, axis=1)
+        kept = np.arange(columns) < counts[top:end, None]
+        places = np.where(kept, order, columns)
+        places.sort(axis=1)
+        indices[starts[top] : starts[end]] = places[kept]
+    data = rng.integers(1, 5, len(indices)).astype(np.float32)
+    return {"data": data, "indices": indices, "indptr": starts}
+
+
+def banded(rows: int, columns: int, density: float, seed: int = 0) -> dict[str, Array]:
+    """Return parts like those of `made`, made faster: an entry in each of equal bands of columns."""
+    rng, count = np.random.default_rng(seed), max(1, round(density * columns))
+    width = columns // count
+    indices = np.tile(np.arange(count, dtype=np.int32) * width, (rows, 1))
+    indices += rng.integers(0, width, indices.shape, np.int8 if width < 128 else np.int32)
+    # counts and a signal of a few dimensions, so that components are well separated
+    signal = rng.integers(0, 4, rows, np.int32)[:, None] == (np.arange(count) % 7)
+    data = (1 + rng.integers(0, 3, indices.shape, np.int8) + 3 * signal).astype(np.float32)
+    return {"data": data.ravel(), "indices": indices.ravel(), "indptr": np.arange(rows + 1) * count}
+
+
+def write(path: Path, shape: tuple[int, int], parts: dict[str, Array], *, compressed: bool = False) -> str:
+    """Write a matrix as AnnData does. Return its address."""
+    attributes = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(shape)}
+    if path.suffix == ".h5ad":
+        with h5py.File(path, "w") as file:
+            for name, part in parts.items():
+                file.create_dataset(f"X/{name}", data=part, maxshape=(None,))
+            file["X"].attrs.update(attributes)
+        return f"{path}::/X"
+    group = zarr.create_group(path, overwrite=True).create_group("X", attributes=attributes)
+    for name, part in parts.items():
+        options: dict[str, Any] = {} if compressed else {"compressors": None}
+        group.create_array(name, data=part, chunks=(min(len(part), 1 << 22),), **options)
+    return f"{path}/X"
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    found = call()
+    return time.perf_counter() - start, found
+
+
+@click.group()
+def main() -> None:
+    """Measure products of sparse matrices."""
+
+
+@main.command()
+@click.option("--rows", default=20000, show_default=True)
+@click.option("--columns", default=1000, show_default=True)
+@click.option("--density", default=[0.05, 0.1, 0.2], show_default=True, multiple=True)
+@click.option("--rounds", default=5, show_default=True)
+@work
+@output
+def host(
+    rows: int, columns: int, density: tuple[float, ...], rounds: int, work: Path | None, output: Path | None
+) -> None:
+    """Compare with scipy on the CPU."""
+    import scipy.sparse  # type: ignore[import-not-found]
+
+    options: dict[str, Any] = {"axis": 1, "uplo": "full", "backend": "host"}
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        for share in density:
+            parts = made(rows, columns, share)
+            x = scipy.sparse.csr_array((parts["data"], parts["indices"], parts["indptr"]), (rows, columns))
+            path = write(Path(folder) / f"{share}.h5ad", (rows, columns), parts)
+            calls: dict[str, Callable[[], Any]] = {
+                "memory": lambda x=x: oocgemm.gram(x, **options).out,
+                "h5ad": lambda path=path: oocgemm.gram(path, **options).out,
+                "scipy": lambda x=x: (x.T @ x).toarray(),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in calls}
+            found = {name: call() for name, call in calls.items()}  # loads libraries
+            assert all(np.array_equal(result, found["scipy"]) for result in found.values())
+            for _ in range(rounds):
+                for name, call in calls.items():
+                    seconds[name].append(timed(call)[0])
+            # Other programs slow down ours, which uses all cores, more than scipy, which uses one.
+            least = {name: min(values) for name, values in seconds.items()}
+            ratios = {name: round(least["scipy"] / least[name], 2) for name in ("memory", "h5ad")}
+            medians = {name: statistics.median(values) for name, values in seconds.items()}
+            result = {"samples_seconds": seconds, "median_seconds": medians, "scipy_over_ours": ratios}
+            print(f"density {share}", {k: round(v, 3) for k, v in least.items()}, ratios, flush=True)
+            keep(output or RESULTS, f"host {rows}x{columns} {share}", result)
+
+
+@main.command()
+@click.option("--rows", default=300_000, show_default=True)
+@click.option("--columns", default=5000, show_default=True)
+@click.option("--density", default=0.05, show_default=True)
+@click.option("--components", default=100, show_default=True)
+@click.option("--backend", default="cuda", show_default=True)
+@click.option("--device-memory", default="8GiB", show_default=True)
+@click.option("--host-memory")
+@work
+@output
+def pca(
+    rows: int,
+    columns: int,
+    density: float,
+    components: int,
+    backend: str,
+    device_memory: str,
+    host_memory: str | None,
+    work: Path | None,
+    output: Path | None,
+) -> None:
+    """Find principal components of a CSR matrix in a zarr store, twice."""
+    options: dict[str, Any] = {"backend": backend, "host_memory": host_memory}
+    options |= {"device_memory": device_memory} if backend == "cuda" else {}
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        took, parts = timed(lambda: banded(rows, columns, density))
+        print(f"generated {parts['data'].nbytes / 1e9:.2f} GB of values in {took:.1f} s", flush=True)
+        shape = rows, int(columns)
+        for compressed in (False, True):
+            kind = "compressed" if compressed else "raw"
+            path = write(Path(folder) / f"{kind}.zarr", shape, parts, compressed=compressed)
+            seconds, last = [], SimpleNamespace()
+            for _ in range(3):
+                took, last = timed(lambda path=path: oocgemm.pca(path, components, **options))
+                seconds.append(took)
+                print(kind, f"{took:.2f} s", flush=True)
+            values = [float(value) for value in last.singular_values[:5]]
+            print(kind, "singular values", values, flush=True)
+            result = {"seconds": seconds, "density": density, "components": components, "values": values}
+            keep(output or RESULTS, f"{backend} pca {rows}x{columns} {kind}", result)
+
+
+if __name__ == "__main__":
+    main()
