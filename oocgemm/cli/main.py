@@ -30,7 +30,10 @@ _OWN = {
     "bench": ("measuring:bench_group", "Measure single parts of oocgemm: at present, its kernels."),
     "calibrate": ("measuring:calibrate", "Measure this machine, for plans and reports."),
     "cancel": ("queue:cancel", "Cancel jobs of a service."),
-    "corr": ("statistics:corr", "Compute Pearson's correlation coefficients of the rows of X."),
+    "corr": (
+        "statistics:corr",
+        "Compute Pearson's correlation coefficients of the rows of X, or of its rows with those of Y.",
+    ),
     "cov": ("statistics:cov", "Compute covariances of the rows of X, and store them."),
     "gram": (
         "products:gram",

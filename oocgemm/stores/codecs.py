@@ -2,7 +2,8 @@
 
 zstd and blosc data is decompressed with the C libraries inside numcodecs, past its Python layer. For a chunk
 of 64 KiB, this layer takes 4 us. For zstd, the layer also creates a new decompression context (the working
-memory of the library), which takes 8 us more. Here each thread keeps its context.
+memory of the library), which takes 8 us more. Here each thread keeps its context. Importing this layer takes
+50 ms, so `Zstd`, the codec of new arrays in zarr, does not need it.
 
 Frames are the stored bytes of chunks. A GPU decodes the compressed streams in frames (`kernels/decoding`).
 `frame_of` inspects one frame of an array to find whether, and how fast, a GPU can decode the array.
@@ -28,6 +29,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
+from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -103,20 +105,74 @@ def _blosc() -> Decompress | None:
 def _library(name: str) -> Any:
     """Return the C library in a module of numcodecs; None if the module does not export its functions."""
     try:
-        import numcodecs
-
-        found = ctypes.CDLL(getattr(numcodecs, name).__file__)
+        package = PathFinder.find_spec("numcodecs")
+        module = package and PathFinder.find_spec(f"numcodecs.{name}", package.submodule_search_locations)
+        found = ctypes.CDLL(module.origin) if module and module.origin else None
         size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        if found is None:
+            return None
         if name == "zstd":
             found.ZSTD_createDCtx.restype = found.ZSTD_decompressDCtx.restype = size
             found.ZSTD_freeDCtx.argtypes = [pointer]
             found.ZSTD_decompressDCtx.argtypes = [pointer, pointer, size, pointer, size]
+            found.ZSTD_createCCtx.restype = found.ZSTD_compress2.restype = size
+            found.ZSTD_compressBound.argtypes, found.ZSTD_compressBound.restype = [size], size
+            found.ZSTD_CCtx_setParameter.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+            found.ZSTD_CCtx_setParameter.restype = size
+            found.ZSTD_freeCCtx.argtypes = found.ZSTD_isError.argtypes = [size]
+            found.ZSTD_compress2.argtypes = [size, pointer, size, pointer, size]
         else:
             found.blosc_cbuffer_validate.argtypes = [pointer, size, pointer]
             found.blosc_decompress_ctx.argtypes = [pointer, pointer, size, ctypes.c_int]
     except (ImportError, AttributeError, OSError, TypeError):
         return None
     return found
+
+
+# Numbers of parameters of zstd: ZSTD_c_compressionLevel and ZSTD_c_checksumFlag.
+_LEVEL, _CHECKSUM = 100, 201
+# numcodecs refuses to compress more bytes than this.
+_MAX_SIZE = 0x7E000000
+
+
+@dataclass(frozen=True, slots=True)
+class Zstd:
+    """The codec zstd of numcodecs, by the same calls of the same library. Its errors come from numcodecs."""
+
+    level: int = 0
+    checksum: bool = False
+
+    @property
+    def codec_id(self) -> str:
+        return "zstd"
+
+    def get_config(self) -> dict[str, Any]:
+        return {"id": "zstd", "level": self.level, "checksum": self.checksum}
+
+    def encode(self, content: Array) -> Any:
+        """Return the compressed bytes of a contiguous array as a buffer."""
+        library, size = _library("zstd"), content.nbytes
+        if library is None or size > _MAX_SIZE:
+            return self._layer().encode(content)
+        out = np.empty(library.ZSTD_compressBound(size), np.uint8)
+        context = library.ZSTD_createCCtx()
+        if not context:
+            raise MemoryError("the system refuses memory to compress zstd data")
+        try:
+            library.ZSTD_CCtx_setParameter(context, _LEVEL, min(self.level, library.ZSTD_maxCLevel()))
+            library.ZSTD_CCtx_setParameter(context, _CHECKSUM, int(self.checksum))
+            found = library.ZSTD_compress2(context, out.ctypes.data, out.nbytes, content.ctypes.data, size)
+        finally:
+            library.ZSTD_freeCCtx(context)
+        return self._layer().encode(content) if library.ZSTD_isError(found) else out[:found]
+
+    def decode(self, stored: Array, out: Array | None = None) -> Any:
+        return self._layer().decode(stored, out)
+
+    def _layer(self) -> Any:
+        import numcodecs
+
+        return numcodecs.Zstd(self.level, self.checksum)
 
 
 # The compressors that can decode into a given buffer, and whose data states the decoded size.
@@ -370,7 +426,7 @@ class Encoding:
 
     - `dtype`: the dtype with its stored byte order.
     - `order`: C (row-major) or Fortran (column-major) order.
-    - `compressor`: the numcodecs codec; None if the chunk is not compressed.
+    - `compressor`: a codec of numcodecs, or `Zstd`; None if the chunk is not compressed.
     - `checksum`: whether a CRC (crc32c) follows the bytes.
     """
 
@@ -497,6 +553,9 @@ def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | Non
         config = config.get_config()
     if config.get("id") not in _KNOWN:
         return None
+    if config["id"] == "zstd":
+        settings = {name: value for name, value in config.items() if name != "id"}
+        return Encoding(dtype, metadata["order"], Zstd(**settings))
     import numcodecs
 
     return Encoding(dtype, metadata["order"], numcodecs.get_codec(dict(config)))
@@ -538,11 +597,11 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
 
 
 def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
+    if name == "zstd":
+        return Zstd(settings["level"], settings.get("checksum", False))
     import numcodecs
 
     match name:
-        case "zstd":
-            return numcodecs.Zstd(level=settings["level"], checksum=settings.get("checksum", False))
         case "gzip":
             return numcodecs.GZip(level=settings["level"])
         case "blosc":

@@ -3,6 +3,7 @@
 The package zarrs, a pipeline that users can configure, decodes some of these chains to other elements.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +26,8 @@ from zarr.codecs import (
 from zarr.codecs import numcodecs as extensions
 
 import oocgemm
+from oocgemm.stores import codecs
+from oocgemm.stores.codecs import Zstd
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.suite import thinned
 
@@ -206,3 +209,36 @@ def test_products_of_a_user_who_configured_another_pipeline(tmp_path: Path, conf
         result = oocgemm.gemm(a, np.eye(10, dtype="c16"), c, beta=1, tile="4x3x3", backend="host")
     assert result.out is c
     np.testing.assert_array_equal(whole(tmp_path / "C"), 2 * values)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("level", [-5, 0, 3, 22, 40])
+def test_zstd_compresses_to_the_same_bytes_as_numcodecs(level: int, checksum: bool) -> None:
+    ours, theirs = Zstd(level, checksum), numcodecs.Zstd(level, checksum)
+    rng = np.random.default_rng(0)
+    contents = [rng.integers(0, bound, size, np.uint8) for bound in (3, 255) for size in (0, 1, 100, 1 << 17)]
+    for content in (*contents, rng.standard_normal(10_000), np.zeros(1 << 20, "i4")):
+        encoded = ours.encode(content)
+        assert bytes(encoded) == theirs.encode(content)
+        if content.size:  # numcodecs refuses to decode nothing
+            assert bytes(ours.decode(encoded)) == content.tobytes()
+    assert ours.get_config() == theirs.get_config()
+    assert Zstd(**{name: value for name, value in ours.get_config().items() if name != "id"}) == ours
+
+
+def test_zstd_fails_like_numcodecs() -> None:
+    ours, theirs = Zstd(), numcodecs.Zstd()
+    huge = np.broadcast_to(np.uint8(0), (1 << 31,))
+    damaged = np.arange(30, dtype=np.uint8)
+    for expected, act, given in ((theirs.encode, ours.encode, huge), (theirs.decode, ours.decode, damaged)):
+        with pytest.raises((ValueError, RuntimeError)) as refused:
+            expected(given)
+        with pytest.raises(type(refused.value), match=re.escape(str(refused.value))):
+            act(given)
+
+
+def test_zstd_without_the_library_is_that_of_numcodecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = np.arange(1000)
+    expected = bytes(Zstd(3).encode(content))
+    monkeypatch.setattr(codecs, "_library", lambda name: None)
+    assert bytes(Zstd(3).encode(content)) == expected

@@ -205,7 +205,8 @@ def test_an_array_that_exists_is_not_replaced(tmp_path: Path) -> None:
     [
         ("float32", {"compressors": None}, "none", set()),
         ("float64", {"zarr_format": 2, "compressors": None}, "none", set()),
-        ("float64", {}, "zstd", {"numcodecs"}),
+        ("float64", {}, "zstd", set()),
+        ("float64", {}, "blosc-zstd", {"numcodecs"}),
         ("float32", {"shards": (8, 8)}, "none", {"zarr", "numcodecs"}),
     ],
 )
