@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from oocgemm.planning import TileShape
     from oocgemm.planning.partition import Partition
     from oocgemm.service.client import Client, Job
+    from oocgemm.stores.folded import as_matrix
     from oocgemm.stores.transform import Transform
     from oocgemm.timeline import Report, Timeline, read_log, report
     from oocgemm.verbs.correlation import corr, cov
@@ -92,6 +93,7 @@ __all__ = [
     "TopK",
     "Transform",
     "Verification",
+    "as_matrix",
     "corr",
     "cov",
     "gemm",
@@ -128,6 +130,7 @@ _HOMES = {
     "planning": ("TileShape",),
     "planning.partition": ("Partition",),
     "service.client": ("Client", "Job"),
+    "stores.folded": ("as_matrix",),
     "stores.transform": ("Transform",),
     "timeline": ("Report", "Timeline", "read_log", "report"),
     "verbs.correlation": ("corr", "cov"),

@@ -20,10 +20,11 @@ from oocgemm.jobs.options import VERBS, options_of
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "support.md"
 # Operands that no verb takes yet, each with the reason.
 MISSING = {
-    "n-d": "arrays of more than two dimensions are not folded into matrices yet: reshape them",
     "concatenated": "several arrays are not joined into one operand yet: store them as one",
 }
-OPERANDS = ("plain", "transformed", "compressed", "remote", "mixed", "sparse", *MISSING)
+OPERANDS = ("plain", "transformed", "compressed", "remote", "mixed", "sparse", "n-d", *MISSING)
+# Operands that `as_matrix` makes: descriptions, not paths.
+VIEWS = {"n-d"}
 EXECUTORS = {
     "host": support.ONE,
     "device": support.ONE,
@@ -41,7 +42,8 @@ cannot run. Tests run every cell. A hole raises `CombinationError` if it is aske
 - *host*: the CPU. *device*: one GPU. *devices*: several GPUs of one host. *workers*: processes on one or
   several machines. *service*: a job of the service.
 - *plain*, *compressed*: arrays at a path. *transformed*: with a `Transform`. *remote*: at a URL.
-- *mixed*: A in uint8, and B in int16. *sparse*: a CSR matrix in a file.
+- *mixed*: A in uint8, and B in int16. *sparse*: a CSR matrix in a file. *n-d*: an array
+  of three dimensions, folded by `as_matrix`.
 - *resume*: an interrupted run can be continued. *verify*: the product is checked by checksums.
 
 A number names the reason of a hole, below the tables.
@@ -67,6 +69,7 @@ class Cell:
         if executor == support.SERVICE:
             uses |= {"verb"} if self.verb != "gemm" else set()
             uses |= {"URL"} if self.operand == "remote" else set()
+            uses |= {"view"} if self.operand in VIEWS else set()
             uses |= {"resume"} if self.mode == "resume" else set()
         if self.operand == "transformed":
             uses.add("transform")

@@ -102,12 +102,13 @@ def crew_of(request: Request) -> Crew:
 
 def _check_places(request: Request) -> None:
     """Raise `InputError` unless A, B and C are at places that other processes can open."""
-    for name, operand in _places(request).items():
-        if not stores.is_path(operand):
-            kind = type(operand).__name__
-            raise support.refusal(support.WORKERS, "operand in memory", name=name, kind=kind)
-        if "://" not in operand and not stores.exists(operand):
-            raise NotFoundError(f"{name}: there is nothing at {operand}")
+    for name, given in _places(request).items():
+        for operand in stores.leaves(given):
+            if not stores.is_path(operand):
+                kind = type(operand).__name__
+                raise support.refusal(support.WORKERS, "operand in memory", name=name, kind=kind)
+            if "://" not in operand and not stores.exists(operand):
+                raise NotFoundError(f"{name}: there is nothing at {operand}")
     if request.into.stores_c and request.c.kind is not PlaceKind.LOCAL:
         where = "a remote store" if request.c.kind is PlaceKind.REMOTE else "memory"
         raise support.refusal(support.WORKERS, "C elsewhere", where=where)
@@ -125,8 +126,8 @@ def _places(request: Request) -> dict[str, Any]:
 def _absolute(request: Request) -> Request:
     """Return the request with absolute paths: workers have other working directories."""
 
-    def absolute(path: str) -> str:
-        return path if "://" in path else os.path.abspath(path)
+    def absolute(operand: Any) -> Any:
+        return stores.mapped(operand, lambda path: path if "://" in path else os.path.abspath(path))
 
     d = further(request.epilogue)
     return replace(
@@ -134,7 +135,9 @@ def _absolute(request: Request) -> Request:
         a=replace(request.a, given=absolute(request.a.given)),
         b=replace(request.b, given=absolute(request.b.given)),
         c=Destination.parse(absolute(request.c.path) if request.c.path else None),
-        epilogue=request.epilogue if d is None else with_further(request.epilogue, absolute(os.fspath(d))),
+        epilogue=request.epilogue
+        if d is None
+        else with_further(request.epilogue, absolute(stores.located("D", d))),
     )
 
 

@@ -61,7 +61,7 @@ class WritableArray(LazyArray, Protocol):
 
 
 PathLike = str | os.PathLike[str]
-Operand = npt.ArrayLike | LazyArray | os.PathLike[str]  # a str is a path or a URL
+Operand = npt.ArrayLike | LazyArray | os.PathLike[str] | stores.Composite  # a str is a path or a URL
 Output = WritableArray | PathLike | None
 Size = int | str  # bytes, or a number with a unit
 Transpose = Op | Literal["N", "T", "C"] | bool

@@ -78,6 +78,11 @@ HOLES = (
     ),
     Hole(
         (SERVICE,),
+        "view",
+        "jobs take the paths of matrices: call the verb in the library, or as a command",
+    ),
+    Hole(
+        (SERVICE,),
         "verb",
         "a job of the service computes A @ B: call the verb in the library, or as a command",
     ),

@@ -1,7 +1,18 @@
 """Open and create the matrices of a product: files, NumPy arrays, lazy arrays and formats of plugins."""
 
 from oocgemm.stores.arrays import by_rows, is_plain, like
-from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
+from oocgemm.stores.base import (
+    BATCH_BYTES,
+    Array,
+    Composite,
+    Matrix,
+    Store,
+    is_path,
+    leaves,
+    mapped,
+    pieces,
+    transient,
+)
 from oocgemm.stores.capabilities import (
     FULL,
     Addressed,
@@ -48,6 +59,7 @@ __all__ = [
     "Array",
     "Coded",
     "Collecting",
+    "Composite",
     "Durable",
     "Genotypes",
     "Matrix",
@@ -65,10 +77,12 @@ __all__ = [
     "in_memory",
     "is_path",
     "is_plain",
+    "leaves",
     "like",
     "load",
     "load_without_cupy",
     "located",
+    "mapped",
     "memory",
     "new_layout",
     "no_room",

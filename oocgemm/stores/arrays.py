@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -35,7 +36,9 @@ from oocgemm.stores.base import (
     not_writable,
     refuse_zarr_options,
 )
+from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
+from oocgemm.stores.folding import Fold, Folding
 from oocgemm.values import dataclass
 
 # Before a block of a memory map is copied, one call requests all pages between its first and last element. No
@@ -64,11 +67,14 @@ class Arrays(Store):
         return isinstance(operand, np.ndarray)
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        if isinstance(operand, np.ma.MaskedArray):
-            raise InputError(f"{name} is a masked array: replace the masked elements, with .filled(value)")
+        _check_unmasked(name, operand)
         if writable and not operand.flags.writeable:
             raise not_writable(name)
         return ArrayMatrix(name, operand)
+
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        _check_unmasked(name, operand)
+        return fold_array(name, folding.fold(name, operand.shape), operand)
 
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
@@ -93,16 +99,28 @@ class ArrayLikes(Store):
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         if writable:
             raise not_writable(name)
-        if wanted := _instead_of(operand):
-            raise InputError(f"{name} is {wanted}")
-        try:
-            array = np.asarray(operand)
-        except Exception as error:  # the object's conversion may raise any exception
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InputError(
-                f"{name}: {type(operand).__name__} cannot be turned into an array: {reason}"
-            ) from error
-        return ArrayMatrix(name, array)
+        return ArrayMatrix(name, _converted(name, operand))
+
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        array = _converted(name, operand)
+        return fold_array(name, folding.fold(name, array.shape), array)
+
+
+def _converted(name: str, operand: Any) -> Array:
+    if wanted := _instead_of(operand):
+        raise InputError(f"{name} is {wanted}")
+    try:
+        return np.asarray(operand)
+    except Exception as error:  # the object's conversion may raise any exception
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{name}: {type(operand).__name__} cannot be turned into an array: {reason}"
+        ) from error
+
+
+def _check_unmasked(name: str, operand: Any) -> None:
+    if isinstance(operand, np.ma.MaskedArray):
+        raise InputError(f"{name} is a masked array: replace the masked elements, with .filled(value)")
 
 
 def _instead_of(operand: Any) -> str:
@@ -120,6 +138,25 @@ def _instead_of(operand: Any) -> str:
 @lru_cache(64)
 def _layout(itemsize: int, zero_copy_width: int, in_place: bool) -> Layout:
     return InMemory(itemsize=itemsize, zero_copy_width=zero_copy_width, in_place=in_place)
+
+
+def fold_array(name: str, fold: Fold, array: Array) -> Matrix:
+    """Return the matrix that is folded from an array in memory: a view of it if its strides allow one."""
+    used = array[tuple(slice(axis.start, axis.start + axis.extent) for axis in fold.axes)]
+    turned = used.transpose(fold.order)
+    if _merges(turned, 0, len(fold.rows)) and _merges(
+        turned, len(fold.rows), len(fold.rows) + len(fold.cols)
+    ):
+        return ArrayMatrix(name, turned.reshape(fold.shape))
+    return BoxMatrix(name, fold, array)
+
+
+def _merges(array: Array, first: int, last: int) -> bool:
+    """Return whether the axes [first, last) of an array become one axis without a copy."""
+    axes = [at for at in range(first, last) if array.shape[at] > 1]
+    if 0 in array.shape:
+        return True
+    return all(array.strides[at] == array.strides[after] * array.shape[after] for at, after in pairwise(axes))
 
 
 class ArrayMatrix(InProcess):

@@ -9,12 +9,12 @@ import errno
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import DTYPES, MULTIPLIED, GemmProblem, Layout
 from oocgemm.planning.partition import Slicing
 from oocgemm.planning.tiling import Range, length
+from oocgemm.stores.folding import Folding, not_a_matrix
 from oocgemm.values import dataclass
 
 Array = NDArray[Any]
@@ -204,6 +205,20 @@ class Store(ABC):
         `DtypeError` for an unsupported dtype, and `InputError` for any other problem.
         """
 
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        """Open an operand of any number of dimensions as a matrix (`stores.folding`). Raises as `open`.
+
+        The operands of a store that does not override this method are matrices: only their own rows and
+        columns can be asked for.
+        """
+        matrix = self.open(name, operand)
+        fold = folding.fold(name, matrix.shape)
+        if fold != Folding().fold(name, matrix.shape):
+            raise InputError(
+                f"{name} is {self.kind}, which is a matrix: drop rows, cols and isel (--rows, ...)"
+            )
+        return matrix
+
     def prepare(self, operand: Any) -> None:  # noqa: B027  # most stores need nothing
         """Import the packages that an operand needs, so that the time of a run excludes the imports."""
 
@@ -255,6 +270,28 @@ class Store(ABC):
 
     def _read_only(self, path: str) -> InputError:
         return InputError(f"C at {path}: {self.kind} is read-only; give a path that ends in .zarr or .npy")
+
+
+class Composite(ABC):
+    """An operand that describes a matrix by other operands. It is opened by a store, like any operand."""
+
+    @abstractmethod
+    def mapped(self, change: Callable[[Any], Any]) -> Self:
+        """Return the same description of changed operands."""
+
+
+def mapped(operand: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an operand in which each path, array or other object that it consists of is changed."""
+    if isinstance(operand, Composite):
+        return operand.mapped(lambda part: mapped(part, change))
+    return change(operand)
+
+
+def leaves(operand: Any) -> list[Any]:
+    """Return the paths, arrays and other objects of which an operand consists."""
+    found: list[Any] = []
+    mapped(operand, found.append)
+    return found
 
 
 def is_path(value: object) -> bool:
@@ -315,19 +352,21 @@ class DtypeError(InputError):
 
 
 def checked(
-    name: str, shape: tuple[int, ...], dtype: np.dtype[Any], declared: Any = None
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    declared: Any = None,
+    names: Sequence[str | None] | None = None,
 ) -> tuple[tuple[int, int], np.dtype[Any]]:
     """Return the shape of an operand, and its dtype in native byte order.
 
-    Raises `InputError` if the operand is not a matrix, and `DtypeError` if its dtype is not supported.
+    `names` are the names of its axes. Raises `InputError` if the operand is not a matrix, and `DtypeError` if
+    its dtype is not supported.
     """
     if len(shape) < 2 and dtype.kind in "OSUmM":
         raise InputError(f"{name} is not an array of numbers: pass an array with two dimensions, or a path")
     if len(shape) != 2:
-        hint = "reshape it to (1, n) or (n, 1)"
-        if len(shape) > 2:
-            hint = f"pass its matrices one by one, such as {name}[{', '.join('0' * (len(shape) - 2))}]"
-        raise InputError(f"{name} has {len(shape)} dimensions, a matrix has 2: {hint}")
+        raise InputError(not_a_matrix(name, shape, names))
     if min(shape) < 0:
         raise InputError(
             f"{name} has the shape {shape[0]} x {shape[1]}, with a negative extent: its metadata is damaged"

@@ -569,13 +569,11 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
     order: Literal["C", "F"] = "C"
     names = [codec["name"] for codec in codecs]
     if names[:1] == ["transpose"]:
-        match list(codecs[0]["configuration"]["order"]):
-            case [0, 1]:
-                pass
-            case [1, 0]:
-                order = "F"
-            case _:
-                return None
+        axes = list(codecs[0]["configuration"]["order"])
+        if axes == sorted(axes, reverse=True):
+            order = "F"
+        elif axes != sorted(axes):
+            return None
         codecs, names = codecs[1:], names[1:]
     if names[:1] != ["bytes"]:
         return None

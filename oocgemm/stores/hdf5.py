@@ -11,6 +11,7 @@ from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.base import Matrix, Store, is_path
 from oocgemm.stores.capabilities import found_locally
 from oocgemm.stores.files import open_regular
+from oocgemm.stores.folding import Folding
 from oocgemm.stores.formats import MARK, check_found, check_new_format
 
 # Files with these suffixes are HDF5 files. A file with another suffix can be one too.
@@ -72,6 +73,12 @@ class HDF5Files(Store):
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         if writable:
             raise InputError(f"{name} at {operand} is read-only: give a path that ends in .zarr or .npy")
+        return self._opened(name, operand, None)
+
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        return self._opened(name, operand, folding)
+
+    def _opened(self, name: str, operand: Any, folding: Folding | None) -> Matrix:
         file, dataset = split(operand) or (operand, "")
         if "://" in file:
             raise InputError(
@@ -85,7 +92,7 @@ class HDF5Files(Store):
                 f"{name} at {operand}: HDF5 files need a package that is not installed ({error}): "
                 "pip install 'oocgemm[hdf5]'"
             ) from error
-        return open_dataset(name, file, dataset)
+        return open_dataset(name, file, dataset, folding)
 
     def prepare(self, operand: Any) -> None:
         """Import h5py, if it is installed, and hdf5plugin, which registers more filters with h5py."""

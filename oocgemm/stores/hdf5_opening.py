@@ -19,13 +19,15 @@ import numpy as np
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.stores import declared
 from oocgemm.stores.base import Matrix, checked
+from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.files import RefusedFileError, check_regular, open_regular, worth_caching
+from oocgemm.stores.folding import Fold, Folding
 from oocgemm.stores.formats import MARK, is_sparse
 from oocgemm.stores.hdf5 import has_signature
 from oocgemm.stores.hdf5_chunks import Fill, HDF5Chunks, HDF5Matrix, Index, Reader, listed
 from oocgemm.stores.hdf5_filters import Pipeline, pipeline
-from oocgemm.stores.lazy import LazyMatrix
-from oocgemm.stores.npy import NpyMatrix
+from oocgemm.stores.lazy import LazyMatrix, axis_names
+from oocgemm.stores.npy import NpyMatrix, fold_lines
 from oocgemm.stores.sparse import of_group
 
 with suppress(ImportError):  # registers filters with h5py, which reads datasets that have them
@@ -35,6 +37,7 @@ with suppress(ImportError):  # registers filters with h5py, which reads datasets
 _MAX_STEPS = 100
 # Texts of the warning that h5py reads a dataset: the reason, and the remedy.
 _FORMAT = "its elements are stored in a format that NumPy does not have: convert them to a dtype of NumPy"
+_BOXES = "its chunks are no rows and columns of the matrix: make the last of the folded axes whole in a chunk"
 _COMPACT = "its elements are stored inside the metadata: copy it into a contiguous dataset"
 _OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle"
 # At most this many chunks at the edges are compared with those that h5py reads.
@@ -43,16 +46,16 @@ _EDGES = 8
 _CLASSIC = b"CDF"
 
 
-def open_dataset(name: str, path: str, dataset: str) -> Matrix:
+def open_dataset(name: str, path: str, dataset: str, folding: Folding | None = None) -> Matrix:
     """Open a dataset of a local file, or a sparse matrix in a group. Raises `InputError`.
 
-    Warns if h5py has to read the elements.
+    With `folding`, a dataset may have any number of dimensions. Warns if h5py has to read the elements.
     """
     file = _opened(name, path)
     why = ""
     try:
         _check_writers(name, file, path)
-        matrix, why = _matrix(name, file, path, dataset)
+        matrix, why = _matrix(name, file, path, dataset, folding)
     except InputError:
         raise
     except Exception as error:  # h5py raises exceptions of many types
@@ -71,11 +74,17 @@ def open_dataset(name: str, path: str, dataset: str) -> Matrix:
     return matrix
 
 
-def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[Matrix, str]:
+def _matrix(
+    name: str, file: "h5py.File", path: str, dataset: str, folding: Folding | None
+) -> tuple[Matrix, str]:
     """Return a dataset or sparse matrix, and the reason why h5py reads it, or "" if it does not."""
     found = _dataset(name, file, path, dataset)
     if isinstance(found, h5py.Dataset):
-        return _of_dataset(name, found, path, dataset)
+        return _of_dataset(name, found, path, dataset, folding)
+    if folding is not None:
+        raise InputError(
+            f"{name}: {path}{MARK}{dataset} is a sparse matrix: drop rows, cols and isel (--rows, ...)"
+        )
     whys = list[str]()
 
     def part(member: str) -> Matrix:
@@ -88,21 +97,29 @@ def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[Matr
 
 
 def _of_dataset(
-    name: str, found: "h5py.Dataset | _DatasetRow", path: str, dataset: str
+    name: str,
+    found: "h5py.Dataset | _DatasetRow",
+    path: str,
+    dataset: str,
+    folding: Folding | None = None,
 ) -> tuple[HDF5Matrix, str]:
     place = f"{name}: {path}{MARK}{dataset}"
     _check_here(place, found)
     if found.shape is None:
         raise InputError(f"{place} is empty: it has no elements and no shape")
     facts = declared.of_hdf5(found)
-    shape, dtype = checked(name, found.shape, found.dtype, facts)
-    reader, why = _reader(name, found, path, shape)
+    fold = None if folding is None else folding.fold(place, found.shape, axis_names(found))
+    extents = found.shape if fold is None else fold.shape
+    shape, dtype = checked(name, extents, found.dtype, facts, axis_names(found))
+    reader, why = _reader(name, found, path, shape) if fold is None else _folded(name, found, path, fold)
     described: dict[str, object] = {"direct": not why, "chunks": list(found.chunks or ())}
     if isinstance(reader, HDF5Chunks):
         described["codecs"] = [each.name for each in reader.pipeline.filters]
     if why:
         described["through"] = "h5py"
     stored = f"{shape} {found.dtype.str} in chunks {found.chunks}"
+    if fold is not None:
+        stored += f" of {found.shape} folded {fold.stated}"
     matrix = HDF5Matrix(
         *(name, path, dataset, shape, dtype, reader),
         stored=stored,
@@ -244,6 +261,19 @@ def _reader(name: str, found: Any, path: str, shape: tuple[int, int]) -> tuple[R
             return reader, ""
         why = f"chunks at its edges are stored without its filters ({names}): store all with them"
     return LazyMatrix(name, found), why
+
+
+def _folded(name: str, found: "h5py.Dataset", path: str, fold: Fold) -> tuple[Reader, str]:
+    """Return the reader of a matrix that is folded from a dataset, and the reason why it is h5py, or ""."""
+    offset = found.id.get_offset()
+    if found.id.get_type() == h5py.h5t.py_create(found.dtype) and offset is not None and found.size:
+        end = offset + found.size * found.dtype.itemsize
+        if end <= os.path.getsize(path):
+            lines = fold_lines(name, Path(path), fold, found.shape, found.dtype, offset)
+            if lines is not None:
+                return lines, ""
+    whole = found.shape if found.chunks is None else found.chunks
+    return BoxMatrix(name, fold, found, chunk=whole), _BOXES
 
 
 def _check_here(place: str, found: "h5py.Dataset") -> None:

@@ -34,7 +34,9 @@ from oocgemm.stores.base import (
     package,
     pieces,
 )
+from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.declared import of_object
+from oocgemm.stores.folding import Folding
 
 # Packages whose arrays several threads may read at once. h5py locks its own calls.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
@@ -75,14 +77,23 @@ class LazyArrays(Store):
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         if writable:
             raise not_writable(name)
-        if isinstance(operand, Mapping):
-            raise InputError(f"{name}: {type(operand).__name__} is a collection: {_choice(operand)}")
-        if not _sliceable(operand):  # a dask bag or delayed object: np.asarray would compute it as a whole
-            raise InputError(
-                f"{name}: {type(operand).__name__} is not an array: convert it with "
-                ".to_dask_array(lengths=True)"
-            )
+        _check_array(name, operand)
         return LazyMatrix(name, operand)
+
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        _check_array(name, operand)
+        source, kind, names = _unwrapped(operand)
+        shape = _known_shape(name, source)
+        chunk, touched = _chunks(source, shape)
+        turn = nullcontext() if kind in CONCURRENT else _serial
+        return BoxMatrix(
+            *(name, folding.fold(name, shape, names), source),
+            chunk=tuple(map(max, chunk, touched)),
+            declared=of_object(operand, numpy_dtype(source).newbyteorder("=")),
+            store=kind,
+            turn=turn,
+            load=_computed if kind == "dask" else np.asarray,
+        )
 
     def location(self, operand: Any) -> tuple[str, str | None]:
         return package(operand), None
@@ -95,23 +106,18 @@ class LazyMatrix(ReadOnly):
 
     def __init__(self, name: str, source: Any) -> None:
         """Wrap an object. Raises `InputError` if it cannot be an operand."""
-        kind, attributes = package(source), source
-        if kind == "xarray" and source.chunks is not None:
-            source, kind = source.data, package(source.data)  # the wrapped dask array; nothing is computed
-        if kind == "tensorstore":
-            source = source.translate_to[0]  # its indices may begin at any number: make them begin at 0
-        shape = tuple(source.shape)
-        if not all(isinstance(extent, Integral) for extent in shape):
-            raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
+        attributes = source
+        source, kind, names = _unwrapped(source)
+        shape = _known_shape(name, source)
         self.name = name
         self.declared = of_object(attributes, numpy_dtype(source).newbyteorder("="))
-        self.shape, self.dtype = checked(name, shape, numpy_dtype(source), self.declared)
+        self.shape, self.dtype = checked(name, shape, numpy_dtype(source), self.declared, names)
         self._source = source
         self.kind = kind
         self._turn: AbstractContextManager[Any] = nullcontext() if kind in CONCURRENT else _serial
         if kind not in CONCURRENT:
             self._check_slices()
-        self._chunk, touched = _chunks(source, self.shape)
+        self._chunk, touched = ((extents[0], extents[1]) for extents in _chunks(source, self.shape))
         self._piece = max(1, BATCH_BYTES // self.dtype.itemsize)
         size = touched[0] * touched[1] * self.dtype.itemsize
         self.layout: Layout = Chunked(
@@ -162,6 +168,51 @@ class LazyMatrix(ReadOnly):
         np.copyto(out, block, casting="equiv")
 
 
+def _check_array(name: str, operand: Any) -> None:
+    """Raise `InputError` for a collection, and for an object of dask that is not an array."""
+    if isinstance(operand, Mapping):
+        raise InputError(f"{name}: {type(operand).__name__} is a collection: {_choice(operand)}")
+    if not _sliceable(operand):  # a dask bag or delayed object: np.asarray would compute it as a whole
+        raise InputError(
+            f"{name}: {type(operand).__name__} is not an array: convert it with .to_dask_array(lengths=True)"
+        )
+
+
+def _unwrapped(source: Any) -> tuple[Any, str, Sequence[str | None] | None]:
+    """Return the object that is sliced, the name of its package, and the names of its axes if it has any."""
+    kind = package(source)
+    names: Any = None
+    if kind == "xarray":
+        names = [str(name) for name in source.dims]
+        if source.chunks is not None:
+            source, kind = source.data, package(source.data)  # the wrapped dask array; nothing is computed
+    elif kind == "tensorstore":
+        source = source.translate_to[0]  # its indices may begin at any number: make them begin at 0
+        names = [label or None for label in source.domain.labels]
+    elif kind == "h5py":
+        names = axis_names(source)
+    return source, kind, names
+
+
+def axis_names(dataset: Any) -> list[str | None]:
+    """Return the names of the axes of an HDF5 dataset: the labels or the scales of its dimensions."""
+    found: list[str | None] = []
+    for dimension in getattr(dataset, "dims", ()):
+        with suppress(Exception):  # h5py raises exceptions of many types
+            scales = [scale.name.rpartition("/")[2] for scale in dimension.values()]
+            found.append(str(dimension.label) or next(iter(scales), None))
+            continue
+        found.append(None)
+    return found
+
+
+def _known_shape(name: str, source: Any) -> tuple[int, ...]:
+    shape = tuple(source.shape)
+    if not all(isinstance(extent, Integral) for extent in shape):
+        raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
+    return shape
+
+
 def _choice(collection: Mapping[Any, Any]) -> str:
     """Return the last part of a message, which says which arrays of a collection can be passed."""
     found: dict[bool, list[str]] = {True: [], False: []}
@@ -197,7 +248,7 @@ def _computed(block: Any) -> Any:
     return block.compute(scheduler=None if chosen else "synchronous")
 
 
-def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+def _chunks(source: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the chunk shape that the planner assumes, and the largest block computed to read such a chunk.
 
     The chunks of a dask array may differ. The planner assumes that all have the maximum extents. To read such
@@ -210,16 +261,17 @@ def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple
     elif found is None and package(source) == "xarray":
         preferred = source.encoding.get("preferred_chunks", {})
         found = tuple(preferred.get(dim) for dim in source.dims)
-    if not isinstance(found, tuple) or len(found) != 2 or not all(found):
-        row = (1, min(max(1, shape[1]), ROW_BYTES // numpy_dtype(source).itemsize))
-        return row, row
+    if not isinstance(found, tuple) or len(found) != len(shape) or not all(found):
+        row = min(max(1, shape[-1]), ROW_BYTES // numpy_dtype(source).itemsize) if shape else 1
+        one = *(1 for _ in shape[1:]), row
+        return one, one
     extents, touched = [], []
     for chunk, extent in zip(found, shape, strict=True):
         sizes = chunk if isinstance(chunk, Sequence) else (min(int(chunk), extent),)
         largest = max(1, *(int(size) for size in sizes))
         extents.append(largest)
         touched.append(_touched(sizes, largest) if isinstance(chunk, Sequence) else largest)
-    return (extents[0], extents[1]), (touched[0], touched[1])
+    return tuple(extents), tuple(touched)
 
 
 def _touched(sizes: Sequence[int], cell: int) -> int:

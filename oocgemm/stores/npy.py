@@ -7,6 +7,7 @@ memory of the process.
 import errno
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -28,6 +29,7 @@ from oocgemm.stores.base import (
     is_path,
     refuse_zarr_options,
 )
+from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.capabilities import (
     DATA,
     SIDECAR,
@@ -50,6 +52,7 @@ from oocgemm.stores.files import (
     sync_path,
     worth_caching,
 )
+from oocgemm.stores.folding import Fold, Folding, rectangles
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import (
     StoredLines,
@@ -85,6 +88,10 @@ class NpyFiles(Store):
     def _opened(self, name: str, path: Path, *, writable: bool, place: Path | None = None) -> Matrix:
         """Open a file. If it is an unfinished result, `place` is its final path."""
         return open_npy(name, path, writable=writable, place=place)
+
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        check_found(name, operand)
+        return fold_npy(name, Path(operand), folding)
 
     def exists(self, path: str) -> bool:
         return found_locally(path)
@@ -324,6 +331,14 @@ def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Ran
 
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> NpyMatrix:
     """Open a .npy file. If it is an unfinished result, `place` is its final path. Raises `InputError`."""
+    shape, by_columns, dtype, offset = _described(name, path, writable=writable)
+    return NpyMatrix(name, path, shape, dtype, offset, by_columns=by_columns, place=place)
+
+
+def _described(
+    name: str, path: Path, *, writable: bool = False
+) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Return the shape, whether the order is Fortran's, the dtype and the offset. Raises `InputError`."""
     try:
         with open(path, "r+b" if writable else "rb", opener=open_regular) as file:
             shape, by_columns, dtype = _read_header(file)
@@ -334,7 +349,57 @@ def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | Non
             raise ValueError(f"it has {size} bytes instead of {whole}")
     except Exception as error:  # NumPy's header reader raises exceptions of many types
         raise InputError(f"{name}: {path} cannot be opened as a .npy file: {error}") from error
-    return NpyMatrix(name, path, shape, dtype, offset, by_columns=by_columns, place=place)
+    return shape, by_columns, dtype, offset
+
+
+def fold_npy(name: str, path: Path, folding: Folding) -> Matrix:
+    """Return the matrix that is folded from the array in a .npy file. Raises `InputError`."""
+    shape, by_columns, dtype, offset = _described(name, path)
+    fold = folding.fold(f"{name} at {path}", shape)
+    order: Literal["C", "F"] = "F" if by_columns else "C"
+    lines = fold_lines(name, path, fold, shape, dtype, offset, order)
+    if lines is not None:
+        return lines
+
+    def fingerprint() -> dict[str, object]:
+        metadata = f"{shape} {dtype.str} {order}"
+        return {"path": os.path.realpath(path), "metadata": metadata, **fingerprints([path])}
+
+    array: Array = np.load(path, mmap_mode="r" if prod(shape) else None)
+    return BoxMatrix(
+        *(name, fold, array),
+        store="npy",
+        path=str(path),
+        fingerprint=fingerprint,
+        identities=partial(file_identities, path),
+    )
+
+
+def fold_lines(
+    name: str,
+    path: Path,
+    fold: Fold,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    offset: int,
+    order: Literal["C", "F"] = "C",
+) -> "NpyMatrix | None":
+    """Return the matrix that is folded from contiguous elements in a file; None if it has no lines there.
+
+    The elements begin at the byte `offset`, in the order C or Fortran's.
+    """
+    axes = fold.axes if order == "C" else fold.axes[::-1]
+    first = next((at for at, axis in enumerate(axes) if axis.extent > 1), len(axes))
+    if any(axis.extent != shape[axis.position] for axis in axes[first + 1 :]):
+        return None  # the used elements are not contiguous
+    stride = dtype.itemsize
+    for axis in reversed(axes):
+        offset += axis.start * stride
+        stride *= shape[axis.position]
+    found = rectangles(fold.at_start, [axis.extent for axis in fold.axes], order)
+    if found is None or 0 in fold.shape:
+        return None
+    return NpyMatrix(name, path, fold.shape, dtype, offset, by_columns=found.order == "F")
 
 
 def create_npy(

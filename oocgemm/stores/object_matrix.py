@@ -5,7 +5,6 @@ each other in a shard are read by one request.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
@@ -19,10 +18,11 @@ from zarr.storage import ObjectStore
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.planning import Layout, Remote, Writing
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, NewArray
+from oocgemm.stores.base import Array, Matrix, NewArray
 from oocgemm.stores.capabilities import SIDECAR
 from oocgemm.stores.codecs import CHECKSUM_BYTES
 from oocgemm.stores.files import MAX_FINGERPRINTED
+from oocgemm.stores.folding import Folding
 from oocgemm.stores.formats import check_url_format
 from oocgemm.stores.objects import (
     REQUESTS,
@@ -42,10 +42,12 @@ from oocgemm.stores.zarr_metadata import (
     V2_ATTRIBUTES,
     V2_GROUP,
     V3,
+    Metadata,
+    check_chunks,
     check_sizes,
     keys_of_first,
 )
-from oocgemm.stores.zarr_through import check_array, new_array
+from oocgemm.stores.zarr_through import check_array, metadata_of, new_array, through_zarr
 from oocgemm.values import dataclass
 
 # A part of a sharded array that is read by one task has at most this many bytes before compression.
@@ -239,7 +241,7 @@ class ObjectMatrix(ZarrMatrix):
     """
 
     def __init__(
-        self, name: str, bucket: Bucket, array: "zarr.Array[Any]", *, unchanging: bool = False
+        self, name: str, bucket: Bucket, array: "zarr.Array[Any] | Metadata", *, unchanging: bool = False
     ) -> None:
         super().__init__(name, array, unchanging=unchanging)
         self._bucket = bucket
@@ -252,11 +254,7 @@ class ObjectMatrix(ZarrMatrix):
         self.layout = self._remote_layout()
 
     def _keys_found(self) -> Iterator[str]:
-        with suppress(DeniedError):  # to list objects needs a permission of its own
-            if not is_web(self._bucket.url):
-                yield from self._bucket.keys()
-                return
-        yield from keys_of_first(self._metadata.key, self._bucket.exists)
+        return _keys(self._bucket, self._metadata)
 
     def _remote_layout(self) -> Layout:
         through, chunks = self.layout, self._chunks
@@ -368,23 +366,29 @@ class ObjectMatrix(ZarrMatrix):
         return 0
 
     def fingerprint(self) -> dict[str, object]:
-        stated = json.dumps(self._metadata.stated, sort_keys=True, default=str)
-        content = "" if is_web(self._bucket.url) else _digest(self._listing(MAX_FINGERPRINTED))
-        digest = hashlib.sha256(stated.encode()).hexdigest()[:32]
-        return {"path": self._bucket.url, "metadata": digest, "content": content, "changes": ""}
+        return _fingerprint(self._bucket, self._metadata)
 
     def describe(self) -> dict[str, object]:
         facts = {"path": self._bucket.url, "direct": self._chunks is not None}
         return super().describe() | facts
 
     def identities(self) -> set[object]:
-        return {("objects", self._bucket.url.replace("s3a://", "s3://"))}
+        return _identities(self._bucket)
 
     def _listing(self, limit: int | None = None) -> dict[str, str]:
-        """Return the ETags of all chunks or shards, or of about `limit` of them, by key."""
-        found = self._bucket.listing(limit=limit)
-        apart = (f"{SIDECAR}/", *METADATA)
-        return {key: tag for key, (_, tag) in found.items() if not key.startswith(apart)}
+        return _listing(self._bucket, limit)
+
+
+def _listing(bucket: Bucket, limit: int | None = None) -> dict[str, str]:
+    """Return the ETags of all chunks or shards, or of about `limit` of them, by key."""
+    found = bucket.listing(limit=limit)
+    apart = (f"{SIDECAR}/", *METADATA)
+    return {key: tag for key, (_, tag) in found.items() if not key.startswith(apart)}
+
+
+def _fingerprint(bucket: Bucket, metadata: Metadata) -> dict[str, object]:
+    content = "" if is_web(bucket.url) else _digest(_listing(bucket, MAX_FINGERPRINTED))
+    return {"path": bucket.url, "metadata": metadata.stored_as(), "content": content, "changes": ""}
 
 
 def _digest(tags: dict[str, str]) -> str:
@@ -394,6 +398,49 @@ def _digest(tags: dict[str, str]) -> str:
 
 def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:
     """Open the zarr array in a bucket. Raises `InputError`, also if the object store does not answer."""
+    matrix = _matrix(name, bucket, _opened(name, bucket, writable=writable), writable=writable)
+    _check_chunks(name, matrix.check_chunks)
+    return matrix
+
+
+def fold_array(name: str, bucket: Bucket, folding: Folding) -> Matrix:
+    """Return the matrix that is folded from the zarr array in a bucket. Raises as `open_array`."""
+    found = _opened(name, bucket)
+    check_array(name, found, bucket.url)
+    metadata, place = metadata_of(found), f"{name} at {bucket.url}"
+    fold = folding.fold(place, metadata.shape, metadata.names)
+    keys = _keys(bucket, metadata, len(fold.axes))
+    _check_chunks(name, lambda: check_chunks(place, metadata, keys))
+    if (folded := metadata.folded(fold)) is not None:
+        return ObjectMatrix(name, bucket, folded, unchanging=True)
+    return through_zarr(
+        *(name, fold, found, replace(metadata, place=bucket.url)),
+        fingerprint=lambda: _fingerprint(bucket, metadata),
+        identities=lambda: _identities(bucket),
+    )
+
+
+def _check_chunks(name: str, check: Callable[[], None]) -> None:
+    try:
+        check()
+    except StoreError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+def _keys(bucket: Bucket, metadata: Metadata, axes: int = 2) -> Iterator[str]:
+    """Yield the keys of objects of an array, or of its first chunk if they cannot be listed."""
+    with suppress(DeniedError):  # to list objects needs a permission of its own
+        if not is_web(bucket.url):
+            yield from bucket.keys()
+            return
+    yield from keys_of_first(metadata.key, bucket.exists, axes)
+
+
+def _identities(bucket: Bucket) -> set[object]:
+    return {("objects", bucket.url.replace("s3a://", "s3://"))}
+
+
+def _opened(name: str, bucket: Bucket, *, writable: bool = False) -> Any:
     try:
         # Requests of our own, because zarr hides the reason of a failure, and reads files of any size.
         zarr_format = _format(f"{name} at {bucket.url}", bucket)
@@ -404,17 +451,11 @@ def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMa
         raise NotFoundError(f"{name}: there is no zarr array at {bucket.url}")
     try:
         store = ObjectStore(bucket.store, read_only=not writable)
-        found = zarr.open(store, mode="r+" if writable else "r", zarr_format=zarr_format)
+        return zarr.open(store, mode="r+" if writable else "r", zarr_format=zarr_format)
     except MemoryError:
         raise
     except Exception as error:  # zarr raises exceptions of many types
         raise InputError(f"{name}: no zarr array at {bucket.url}: {scrubbed(reason(error))}") from None
-    matrix = _matrix(name, bucket, found, writable=writable)
-    try:
-        matrix.check_chunks()
-    except StoreError as error:
-        raise InputError(f"{name}: {error}") from None
-    return matrix
 
 
 def _format(place: str, bucket: Bucket) -> Literal[2, 3] | None:

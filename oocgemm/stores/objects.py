@@ -24,6 +24,7 @@ from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.base import Array, ChangedError, Folder, Matrix, NewArray, Store, is_path
 from oocgemm.stores.capabilities import SIDECAR
+from oocgemm.stores.folding import Folding
 from oocgemm.stores.formats import check_new_format
 from oocgemm.stores.zarr_matrix import new_zarr_layout
 
@@ -398,6 +399,12 @@ class ObjectStores(Store):
         if writable and is_web(operand):
             raise self._read_only(redacted(operand))
         return self._opened(name, operand, writable=writable)
+
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        bucket = Bucket(operand)
+        from oocgemm.stores.object_matrix import fold_array
+
+        return fold_array(name, bucket, folding)
 
     def _opened(self, name: str, url: str, *, writable: bool) -> "ObjectMatrix":
         bucket = Bucket(url)

@@ -30,9 +30,22 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.arrays import ArrayLikes, ArrayMatrix, Arrays
-from oocgemm.stores.base import Array, DtypeError, Folder, Matrix, NewArray, Store, is_path, underlying
+from oocgemm.stores.base import (
+    Array,
+    DtypeError,
+    Folder,
+    Matrix,
+    NewArray,
+    Store,
+    is_path,
+    leaves,
+    mapped,
+    underlying,
+)
+from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.capabilities import SIDECAR, Resumable
 from oocgemm.stores.declared import Declared, decoded, refuse_packed
+from oocgemm.stores.folded import FOLDED
 from oocgemm.stores.formats import OperandFacts, UnsupportedError
 from oocgemm.stores.genetics import BedFiles, GrmFiles
 from oocgemm.stores.hdf5 import HDF5Files
@@ -48,6 +61,7 @@ ARRAYS = Arrays()
 # These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (
     *(NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), SparseArrays(), ZarrArrays(), ARRAYS),
+    FOLDED,
 )
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())
@@ -176,7 +190,7 @@ def split_address(path: str) -> tuple[str, str]:
 
 def load(*operands: Any) -> None:
     """Import the packages that operands need, so that the time of a run does not include the imports."""
-    for given in operands:
+    for given in (leaf for operand in operands for leaf in leaves(operand)):
         operand = os.fspath(given) if is_path(given) else given
         store_of(operand).prepare(operand)
 
@@ -199,13 +213,17 @@ def load_without_cupy(*operands: Any) -> None:
 
 def located(name: str, source: Any) -> Any:
     """Return a path or URL as a string without "file://"; other objects unchanged. Raises `InputError`."""
-    if not is_path(source):
-        return source
-    path = os.fsdecode(source).removeprefix("file://")
-    check_url(name, path)
-    if not path or "\0" in path:
-        raise InputError(f"{name}: {path!r} is not a path")
-    return path
+
+    def as_text(leaf: Any) -> Any:
+        if not is_path(leaf):
+            return leaf
+        path = os.fsdecode(leaf).removeprefix("file://")
+        check_url(name, path)
+        if not path or "\0" in path:
+            raise InputError(f"{name}: {path!r} is not a path")
+        return path
+
+    return mapped(source, as_text)
 
 
 def exists(path: str) -> bool:
@@ -276,10 +294,11 @@ def check_apart(name: str, path: str, operand: Matrix) -> None:
 def same_place(one: Matrix, other: Matrix) -> bool:
     """Return whether two matrices share memory or files, also if they were opened by different paths."""
     one, other = underlying(one), underlying(other)
-    if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix):
-        if overlap(one.array, other.array):
+    arrays = [x.array for x in (one, other) if isinstance(x, ArrayMatrix | BoxMatrix)]
+    if len(arrays) == 2 and all(isinstance(array, np.ndarray) for array in arrays):
+        if overlap(*arrays):
             return True
-        if one.shares_map(other):
+        if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix) and one.shares_map(other):
             return False
     return not one.identities().isdisjoint(other.identities())
 

@@ -186,10 +186,10 @@ class DirectChunks(StoredChunks):
         folders = self._folders((0, 0))
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
         # With file names such as "c/0/1", each row of chunks has its own folder. Record these folders, too.
-        if folders[0] != self._folders((1, 0))[0]:
-            with suppress(OSError), os.scandir(folders[1]) as entries:
-                paths = [entry.path for entry in entries if entry.is_dir()]
-                self._mtimes.update({path: folder_mtime(path) for path in paths})
+        level = [str(self.root)]
+        for _ in folders[1:]:
+            level = [path for folder in level for path in _subfolders(folder)]
+            self._mtimes.update({path: folder_mtime(path) for path in level})
 
     @cached_property
     def stored_as_is(self) -> bool:
@@ -457,6 +457,12 @@ class DirectChunks(StoredChunks):
         raise ExecutionError(
             f"chunk {self.key(number)} in {self.root} {how}: it is damaged or truncated"
         ) from error
+
+
+def _subfolders(folder: str) -> list[str]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [entry.path for entry in entries if entry.is_dir()]
+    return []
 
 
 def min_line() -> int:

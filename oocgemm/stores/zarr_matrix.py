@@ -3,8 +3,6 @@
 zarr is imported only for arrays that need it.
 """
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -20,7 +18,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Chunked, Coding, GemmProblem, Layout, Remote, Writing
 from oocgemm.planning.setting import CHUNK_BYTES
-from oocgemm.planning.tiling import Range, ceil_div
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import (
     BATCH_BYTES,
     Array,
@@ -43,23 +41,23 @@ from oocgemm.stores.capabilities import (
     free_bytes,
     raw_bytes,
 )
-from oocgemm.stores.codecs import Fetched, unavailable
+from oocgemm.stores.codecs import Fetched
 from oocgemm.stores.declared import of_zarr
 from oocgemm.stores.files import (
     CachedChunks,
     check_regular,
-    chunk_fingerprints,
     fingerprint_of,
     padded,
     sync_files,
     worth_caching,
 )
+from oocgemm.stores.folding import Folding
 from oocgemm.stores.formats import check_found, check_new_format, format_of, not_readable
 from oocgemm.stores.zarr_chunks import DirectChunks, cut
 from oocgemm.stores.zarr_metadata import (
     METADATA,
     Metadata,
-    check_keys,
+    check_chunks,
     check_sizes,
     create,
     files_in,
@@ -110,7 +108,7 @@ class ZarrMatrix:
         fill = None if found.stated.get("fill_value") is None else found.fill
         dtype = found.dtype.newbyteorder("=")
         self.declared = of_zarr(found.zarr_format, found.attributes, fill, dtype)
-        self.shape, self.dtype = checked(name, array.shape, array.dtype, self.declared)
+        self.shape, self.dtype = checked(name, array.shape, array.dtype, self.declared, found.names)
         self.name = name
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
@@ -146,21 +144,8 @@ class ZarrMatrix:
 
     def check_chunks(self) -> None:
         """Raise `InputError` unless chunks can be decoded, and have the keys that the metadata states."""
-        found, place = self._metadata, str(self.describe()["path"]).removeprefix("file://")
-        coding = [found.stated.get(name) for name in ("codecs", "compressor", "filters")]
-        if compressor := unavailable(coding):
-            raise InputError(
-                f"{self.name} at {place} is compressed by blosc with {compressor}, which the installed "
-                "numcodecs lacks: pass it opened by tensorstore, or copy it with tensorstore to another "
-                "compressor, such as zstd"
-            )
-        keys = self._keys_found()
-        check_keys(f"{self.name} at {place}", found.zarr_format, found.key, self._grid, keys)
-
-    @property
-    def _grid(self) -> tuple[int, int]:
-        chunk = self.layout.writing.chunk
-        return ceil_div(self.shape[0], chunk[0]), ceil_div(self.shape[1], chunk[1])
+        place = str(self.describe()["path"]).removeprefix("file://")
+        check_chunks(f"{self.name} at {place}", self._metadata, self._keys_found())
 
     def _keys_found(self) -> Iterator[str]:
         """Yield the keys, relative to the array, of its stored objects; nothing if these keys are unknown."""
@@ -304,13 +289,10 @@ class ZarrMatrix:
                     os.unlink(os.path.join(folder, name))
 
     def files_fingerprint(self) -> str:
-        return self._fingerprints()["content"]
+        return self._metadata.changes()["content"]
 
     def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
         return fingerprint_of(self.folder / name for name in self._names(rows, cols))
-
-    def _fingerprints(self) -> dict[str, str]:
-        return chunk_fingerprints(self.folder, self._metadata.key, self._grid)
 
     def reserve(self) -> None:
         """Raise `InputError` if the disk has too little room for all chunks, unless these are compressed."""
@@ -336,12 +318,7 @@ class ZarrMatrix:
         return self._writer is not None and self._writer.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:
-        stated = json.dumps(self._metadata.stated, sort_keys=True, default=str)
-        digest = hashlib.sha256(stated.encode()).hexdigest()[:32]
-        folder = self._metadata.folder
-        place = self._metadata.place if folder is None else os.path.realpath(folder)
-        found = {"content": "", "changes": ""} if folder is None else self._fingerprints()
-        return {"path": place, "metadata": digest, **found}
+        return self._metadata.fingerprint()
 
     @property
     def folder(self) -> Path:
@@ -432,6 +409,11 @@ class ZarrArrays(Store):
 
         return wrap_zarr(name, operand, writable=writable)
 
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        from oocgemm.stores.zarr_through import fold_zarr
+
+        return fold_zarr(name, operand, folding)
+
     def prepare(self, operand: Any) -> None:
         import oocgemm.stores.zarr_through  # noqa: F401
 
@@ -458,11 +440,7 @@ class ZarrPaths(Store):
         return is_path(operand)
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        check_found(name, operand)
-        try:
-            check_sizes(f"{name} at {operand}", partial(local_size, str(operand).removeprefix("file://")))
-        except PermissionError as error:
-            raise not_readable(name, error) from error
+        _check_readable(name, operand)
         if found := _without_zarr(operand):
             matrix = ZarrMatrix(name, found, unchanging=not writable)
             matrix.check_chunks()
@@ -470,6 +448,12 @@ class ZarrPaths(Store):
         from oocgemm.stores.zarr_through import open_zarr
 
         return open_zarr(name, operand, writable=writable)
+
+    def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
+        _check_readable(name, operand)
+        from oocgemm.stores.zarr_through import fold_zarr, opened
+
+        return fold_zarr(name, opened(name, operand), folding, operand)
 
     def prepare(self, operand: Any) -> None:
         """Import zarr. Do nothing if a local array can be used without zarr, or does not exist yet."""
@@ -535,6 +519,15 @@ def new_zarr_layout(
     if requests:
         return Remote(requests, memory + size, itemsize=itemsize, writing=writing)
     return Chunked(itemsize=itemsize, writing=writing)
+
+
+def _check_readable(name: str, path: str) -> None:
+    """Raise `InputError` if nothing is at a path, or metadata that may not be read, or too much of it."""
+    check_found(name, path)
+    try:
+        check_sizes(f"{name} at {path}", partial(local_size, str(path).removeprefix("file://")))
+    except PermissionError as error:
+        raise not_readable(name, error) from error
 
 
 def _without_zarr(path: str) -> Metadata | None:

@@ -8,22 +8,28 @@ fill value. So an array whose metadata states other keys than its chunks have, s
 would read as fill values.
 """
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
+from operator import ge
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oocgemm.errors import InputError
+from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import NewArray
-from oocgemm.stores.codecs import Encoding, from_v2, from_v3
-from oocgemm.stores.files import open_regular, publish, read_regular
+from oocgemm.stores.codecs import Encoding, from_v2, from_v3, unavailable
+from oocgemm.stores.declared import DIMENSIONS
+from oocgemm.stores.files import chunk_fingerprints, open_regular, publish, read_regular
+from oocgemm.stores.folding import Fold, rectangles
 from oocgemm.stores.zarr_chunks import Shards
 from oocgemm.values import dataclass
 
@@ -107,6 +113,72 @@ class Metadata:
             "fill": self.fill,
             "shards": self.shard_format,
         }
+
+    @property
+    def names(self) -> list[str | None] | None:
+        """The names of the axes; None if the metadata names none."""
+        found = self.stated.get("dimension_names") or self.attributes.get(DIMENSIONS)
+        return list(found) if isinstance(found, list | tuple) else None
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """How many chunk files or shards there are along each axis."""
+        each = zip(self.shape, self.shards or self.chunks, strict=True)
+        return tuple(ceil_div(int(extent), max(1, int(size))) for extent, size in each)
+
+    def stored_as(self) -> str:
+        """Return a digest of all metadata but the attributes."""
+        stated = json.dumps(self.stated, sort_keys=True, default=str)
+        return hashlib.sha256(stated.encode()).hexdigest()[:32]
+
+    def changes(self) -> dict[str, str]:
+        """Return values that change when chunk files of a local array change (`chunk_fingerprints`)."""
+        assert self.folder is not None
+        grid = self.grid
+        if len(grid) == 2:
+            return chunk_fingerprints(self.folder, self.key, (grid[0], grid[1]))
+        strides, across = [prod(grid[at + 1 :]) for at in range(len(grid))], prod(grid[1:])
+
+        def key(place: tuple[int, ...]) -> str:
+            number = place[0] * across + place[1]
+            return self.key(tuple(number // s % n for s, n in zip(strides, grid, strict=True)))
+
+        return chunk_fingerprints(self.folder, key, (grid[0] if grid else 1, across))
+
+    def fingerprint(self) -> dict[str, object]:
+        """Return the fingerprint (`Matrix.fingerprint`) of the array."""
+        place = self.place if self.folder is None else os.path.realpath(self.folder)
+        found = {"content": "", "changes": ""} if self.folder is None else self.changes()
+        return {"path": place, "metadata": self.stored_as(), **found}
+
+    def folded(self, fold: Fold) -> "Metadata | None":
+        """Return the metadata of the matrix that is folded from the array; None if chunks are no rectangles.
+
+        Chunks of a sharded array must be rectangles, and shards too.
+        """
+        encoding, chunks = self.encoding, self.chunks
+        found = None if encoding is None else rectangles(fold, chunks, encoding.order)
+        if found is None or encoding is None:
+            return None
+        files, shards = found, self.shard_format
+        if shards is not None:
+            assert self.shards is not None
+            whole = rectangles(fold, self.shards, encoding.order)
+            if whole is None or found.order == "F" or whole.order == "F" or encoding.order == "F":
+                return None
+            files = whole
+            inside = whole.chunk[0] // found.chunk[0], whole.chunk[1] // found.chunk[1]
+            shards = replace(shards, chunks=inside)
+        return replace(
+            self,
+            shape=fold.shape,
+            chunks=found.chunk,
+            shards=None if shards is None else files.chunk,
+            shard_format=shards,
+            key=files.key(self.key),
+            encoding=replace(encoding, order=found.order),
+            stated={**self.stated, "folded": fold.stated},
+        )
 
     def with_attribute(self, name: str, value: object) -> "Metadata":
         """Set an attribute of a local array, or delete it (None). Return new metadata. Raises `OSError`."""
@@ -382,21 +454,35 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 
 # The key of a chunk in any encoding of keys, also of arrays with other numbers of dimensions.
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*", re.ASCII)
-# The names of folders of chunks, and the maximum number of folders in a key.
-_FOLDER, _DEPTH = re.compile(r"c|\d+", re.ASCII), 2
+# The names of folders of chunks.
+_FOLDER = re.compile(r"c|\d+", re.ASCII)
 
 
-def key_of(kind: str, separator: str) -> Key:
+def key_of(kind: str, separator: str, axes: int = 2) -> Key:
     """Return the function that returns keys in an encoding, given its name and separator.
 
-    >>> key_of("default", "/")((3, 4)), key_of("v2", ".")((3, 4))
-    ('c/3/4', '3.4')
+    >>> key_of("default", "/")((3, 4)), key_of("v2", ".", 3)((3, 4, 5))
+    ('c/3/4', '3.4.5')
     """
     prefix = f"c{separator}" if kind == "default" else ""
-    return f"{prefix}%d{separator}%d".__mod__
+    return f"{prefix}{separator.join(['%d'] * axes)}".__mod__
 
 
-def check_keys(place: str, zarr_format: int, key: Key, grid: tuple[int, int], found: Iterable[str]) -> None:
+def check_chunks(place: str, found: Metadata, keys: Iterable[str]) -> None:
+    """Raise `InputError` unless chunks can be decoded, and have the keys that the metadata states.
+
+    `keys` are those of the stored objects of the array.
+    """
+    coding = [found.stated.get(name) for name in ("codecs", "compressor", "filters")]
+    if compressor := unavailable(coding):
+        raise InputError(
+            f"{place} is compressed by blosc with {compressor}, which the installed numcodecs lacks: pass it "
+            "opened by tensorstore, or copy it with tensorstore to another compressor, such as zstd"
+        )
+    check_keys(place, found.zarr_format, found.key, found.grid, keys)
+
+
+def check_keys(place: str, zarr_format: int, key: Key, grid: tuple[int, ...], found: Iterable[str]) -> None:
     """Raise `InputError` if chunks are found, but none of them under a key that the metadata states."""
     other = ""
     for name in found:
@@ -408,11 +494,11 @@ def check_keys(place: str, zarr_format: int, key: Key, grid: tuple[int, int], fo
         return
     remedy = "correct the metadata, or copy the array again"
     for encoding in _ENCODINGS[2 * (zarr_format == 2) :]:
-        if _is_key(other, key_of(*encoding), grid):
+        if _is_key(other, key_of(*encoding, len(grid)), grid):
             remedy = f"if the chunks are right, set {_stated(encoding, zarr_format)}"
             break
     raise InputError(
-        f"{place} has no chunk whose key matches its metadata, as {key((0, 0))} does, but it has "
+        f"{place} has no chunk whose key matches its metadata, as {key((0,) * len(grid))} does, but it has "
         f"the chunk {other}: {remedy}"
     )
 
@@ -426,25 +512,26 @@ def _stated(encoding: tuple[str, str], zarr_format: int) -> str:
     return f'"chunk_key_encoding": {stated} in zarr.json'
 
 
-def files_in(folder: str | Path, prefix: str = "") -> Iterator[str]:
+def files_in(folder: str | Path, prefix: str = "", axes: int = 2) -> Iterator[str]:
     """Yield the names of the files of an array, relative to its folder, in any encoding of keys."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if prefix.count("/") < _DEPTH and _FOLDER.fullmatch(entry.name) and entry.is_dir():
-                yield from files_in(entry.path, f"{prefix}{entry.name}/")
+            if prefix.count("/") < axes and _FOLDER.fullmatch(entry.name) and entry.is_dir():
+                yield from files_in(entry.path, f"{prefix}{entry.name}/", axes)
             else:
                 yield prefix + entry.name
 
 
-def keys_of_first(key: Key, exists: Callable[[str], bool]) -> Iterator[str]:
+def keys_of_first(key: Key, exists: Callable[[str], bool], axes: int = 2) -> Iterator[str]:
     """Yield the keys under which the first chunk exists, for a store that cannot list its objects."""
-    for name in (key((0, 0)), *(key_of(*each)((0, 0)) for each in _ENCODINGS)):
+    first = (0,) * axes
+    for name in (key(first), *(key_of(*each, axes)(first) for each in _ENCODINGS)):
         if exists(name):
             yield name
 
 
-def _is_key(name: str, key: Key, grid: tuple[int, int]) -> bool:
+def _is_key(name: str, key: Key, grid: tuple[int, ...]) -> bool:
     numbers = [int(digits) for digits in re.findall(r"\d+", name, re.ASCII)] if len(name) < 100 else []
-    if len(numbers) != 2 or numbers[0] >= grid[0] or numbers[1] >= grid[1]:
+    if len(numbers) != len(grid) or any(map(ge, numbers, grid)):
         return False
-    return key((numbers[0], numbers[1])) == name
+    return key(tuple(numbers)) == name

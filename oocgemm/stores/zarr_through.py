@@ -10,8 +10,8 @@ import importlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,15 +27,16 @@ from zarr.dtype import Float16, data_type_registry
 from zarr.storage import LocalStore
 
 from oocgemm.errors import ExecutionError, InputError, missing_bfloat16
-from oocgemm.planning import Chunked, Layout
-from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, Matrix, NewArray, ReadOnly, checked, file_identities
+from oocgemm.stores.base import Matrix, NewArray, file_identities
+from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.codecs import Encoding, from_v2, from_v3
+from oocgemm.stores.declared import of_zarr
+from oocgemm.stores.folding import Fold, Folding
 from oocgemm.stores.formats import is_sparse, missing_client, wrong_format
 from oocgemm.stores.sparse import of_group
 from oocgemm.stores.zarr_chunks import Shards
 from oocgemm.stores.zarr_matrix import UNFINISHED, ZarrMatrix, reason
-from oocgemm.stores.zarr_metadata import Metadata, compressor_codec, node_kind
+from oocgemm.stores.zarr_metadata import Metadata, check_chunks, compressor_codec, files_in, node_kind
 from oocgemm.system.threads import refusal
 from oocgemm.values import dataclass
 
@@ -150,8 +151,6 @@ def metadata_of(array: "zarr.Array[Any]") -> Metadata:
 
 def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Encoding | None, Shards | None]:
     dtype = np.dtype(array.dtype)
-    if len(array.shape) != 2:
-        return None, None
     if array.metadata.zarr_format == 2:
         return from_v2(stated, dtype), None
     codecs = _configurations(stated["codecs"])
@@ -162,8 +161,9 @@ def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Enco
     index = from_v3(_configurations(settings["index_codecs"]), np.dtype("u8"))
     if index is None or index.compressor is not None or index.order != "C":
         return None, None
+    across = [whole // part for whole, part in zip(shard, array.chunks, strict=True)]
     shards = Shards(
-        chunks=(shard[0] // array.chunks[0], shard[1] // array.chunks[1]),
+        chunks=(across[0], prod(across[1:])),
         at_end=settings["index_location"] == "end",
         dtype=index.dtype,
         checksum=index.checksum,
@@ -200,8 +200,13 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> Matrix:
 
     Raises `InputError`; `ExecutionError` if zarr cannot start a thread.
     """
+    return wrap_zarr(name, opened(name, path, writable=writable), path, writable=writable)
+
+
+def opened(name: str, path: str, *, writable: bool = False) -> Any:
+    """Return what zarr finds at a path or URL: an array or a group. Raises as `open_zarr`."""
     try:
-        found = zarr.open(path, mode="r+" if writable else "r")
+        return zarr.open(path, mode="r+" if writable else "r")
     except MemoryError:
         raise
     except Exception as error:  # zarr and its stores raise exceptions of many types
@@ -209,7 +214,6 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> Matrix:
             raise InputError(f"{name} at {path}: {refused}") from error
         _check_thread(name, path, error)
         raise _no_array(name, path, error, writable) from error
-    return wrap_zarr(name, found, path, writable=writable)
 
 
 def _refused(error: BaseException | None) -> InputError | None:
@@ -252,40 +256,46 @@ def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) 
 
 def _row(name: str, array: Any) -> Matrix:
     """Return an array of one dimension as a matrix of one row."""
-    found = metadata_of(array)
-    if found.zarr_format == 2:
-        encoding = from_v2(found.stated, found.dtype)
-    else:
-        encoding = from_v3(_configurations(found.stated["codecs"]), found.dtype)
-    if found.folder is None or encoding is None or found.shards:
-        return _ArrayRow(name, array)
-    row = replace(
-        found,
-        shape=(1, int(array.shape[0])),
-        chunks=(1, max(1, int(array.chunks[0]))),
-        key=lambda number: found.key(number[1:]),
-        encoding=replace(encoding, order="C"),
+    metadata = metadata_of(array)
+    return _folded(name, Folding(rows=()).fold(name, metadata.shape), array, metadata)
+
+
+def fold_zarr(name: str, found: Any, folding: Folding, path: str = "") -> Matrix:
+    """Return the matrix that is folded from an open zarr array. Raises as `wrap_zarr`."""
+    check_array(name, found, path)
+    metadata = metadata_of(found)
+    folder, place = metadata.folder, f"{name} at {path or metadata.place.removeprefix('file://')}"
+    fold = folding.fold(place, metadata.shape, metadata.names)
+    check_chunks(place, metadata, keys_in(found) if folder is None else files_in(folder, axes=len(fold.axes)))
+    return _folded(name, fold, found, metadata)
+
+
+def _folded(name: str, fold: Fold, array: "zarr.Array[Any]", metadata: Metadata) -> Matrix:
+    folder = metadata.folder
+    folded = None if folder is None else metadata.folded(fold)
+    if folded is not None:
+        return ZarrMatrix(name, folded, unchanging=True)
+    ids = {("store", id(array.store), array.path), metadata.place} if folder is None else None
+    return through_zarr(
+        *(name, fold, array, metadata),
+        fingerprint=metadata.fingerprint,
+        identities=lambda: file_identities(str(folder)) if ids is None else ids,
     )
-    return ZarrMatrix(name, row, unchanging=True)
 
 
-class _ArrayRow(ReadOnly):
-    """An array of one dimension, which zarr reads, as a matrix of one row."""
-
-    what = "a zarr array"
-
-    def __init__(self, name: str, array: Any) -> None:
-        self.name, self._array = name, with_own_pipeline(array)
-        self.shape, self.dtype = checked(name, (1, *array.shape), np.dtype(array.dtype))
-        size = int((array.shards or array.chunks)[0]) * self.dtype.itemsize
-        self.layout: Layout = Chunked(itemsize=self.dtype.itemsize, decode_bytes=2 * size)
-
-    def read(self, rows: Range, cols: Range, out: Array) -> None:
-        out[0] = self._array[slice(*cols)]
-
-    def identities(self) -> set[object]:
-        folder = local_folder(self._array)
-        return set() if folder is None else file_identities(folder)
+def through_zarr(
+    name: str, fold: Fold, array: "zarr.Array[Any]", metadata: Metadata, **facts: Any
+) -> BoxMatrix:
+    """Return the matrix that is folded from an array whose boxes zarr reads. `facts` are for `BoxMatrix`."""
+    fill = None if metadata.stated.get("fill_value") is None else metadata.fill
+    return BoxMatrix(
+        *(name, fold, with_own_pipeline(array)),
+        chunk=metadata.chunks,
+        declared=of_zarr(metadata.zarr_format, metadata.attributes, fill, metadata.dtype.newbyteorder("=")),
+        store=f"zarr v{metadata.zarr_format}",
+        path=metadata.place,
+        **facts,
+    )
 
 
 def check_array(name: str, found: Any, path: str = "", *, writable: bool = False) -> None:

@@ -52,7 +52,7 @@ OPERANDS = {
     "vector": "has 1 dimensions, a matrix has 2: reshape",
     "vector.npy": "has 1 dimensions",
     "number.npy": "has 0 dimensions",
-    "cube": "has 3 dimensions, a matrix has 2: pass its matrices one by one, such as A[0]",
+    "cube": "has 3 dimensions (1 x 12 x 8), a matrix has 2: fold them, such as ",
     "group": "group is a zarr group, not an array; give an array in it: inner",
     "missing": "there is nothing at missing",
     "missing.npy": "there is nothing at missing.npy",

@@ -208,18 +208,19 @@ def test_constant_columns_get_a_scale_of_their_own(scale: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["cov", "corr", "similarity", "pca", "gram"])
-def test_matrices_of_a_three_dimensional_array_are_passed_one_by_one(verb: str) -> None:
-    x = np.random.default_rng(1).random((2, 6, 5))
+def test_arrays_with_three_dimensions_are_folded(verb: str) -> None:
+    x = np.random.default_rng(1).random((6, 3, 4))
     zarr.create_array("x.zarr", data=x)
     further: tuple[Any, ...] = (2,) if verb == "pca" else ()
     given: dict[str, Any] = {"topk": 2, **ON_HOST} if verb == "similarity" else ON_HOST
     call = getattr(oocgemm, verb)
     for operand in (x, "x.zarr", zarr.open_array("x.zarr")):
-        with pytest.raises(InputError, match=r"pass its matrices one by one, such as [EX]\[0\]") as raised:
+        with pytest.raises(InputError, match=r"[EX] has 3 dimensions .*: fold them") as raised:
             call(operand, *further, **given)
         assert "multiply" not in str(raised.value)
-    call(x[0], *further, **given)
-    call(zarr.open_array("x.zarr")[0], *further, **given)
+        code = str(raised.value).partition("such as ")[2].partition(" (--rows 0 --cols 1,2)")[0]
+        view = eval(code, dict.fromkeys("EX", operand) | {"oocgemm": oocgemm})
+        call(view, *further, **given)
 
 
 def test_a_group_names_its_sparse_matrices() -> None:

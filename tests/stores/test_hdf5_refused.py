@@ -65,7 +65,7 @@ def test_a_file_without_a_dataset_lists_its_datasets() -> None:
         (A[0], "A has 1 dimensions, a matrix has 2: reshape it"),
         (
             A.reshape(3, 10, 20),
-            "A has 3 dimensions, a matrix has 2: pass its matrices one by one, such as A[0]",
+            "A has 3 dimensions (3 x 10 x 20), a matrix has 2: fold them, such as oocgemm.as_matrix(A, ",
         ),
         (h5py.Empty("f4"), "is empty: it has no elements and no shape"),
         (A.astype("S4"), "its elements are not numbers"),

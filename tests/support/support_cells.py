@@ -132,8 +132,11 @@ def run(cell: Cell, folder: Path) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def _stored(cell: Cell, folder: Path, name: str, array: Array, stack: ExitStack) -> str:
-    """Store an operand; return its path or URL."""
+def _stored(cell: Cell, folder: Path, name: str, array: Array, stack: ExitStack) -> Any:
+    """Store an operand; return its path or URL, or a description of it."""
+    if cell.operand == "n-d":
+        zarr.create_array(folder / f"{name}.zarr", data=array.reshape(len(array), 2, -1), chunks=(8, 2, 3))
+        return oocgemm.as_matrix(str(folder / f"{name}.zarr"), rows=[0])
     if cell.operand == "sparse":
         return str(stored(folder, f"{name}.h5ad", array, "csr"))
     options: Any = {} if cell.operand == "compressed" else {"compressors": None}
@@ -143,7 +146,7 @@ def _stored(cell: Cell, folder: Path, name: str, array: Array, stack: ExitStack)
     return str(folder / f"{name}.zarr")
 
 
-def _call(cell: Cell, folder: Path, a: str, b: str, stack: ExitStack) -> Array:
+def _call(cell: Cell, folder: Path, a: Any, b: Any, stack: ExitStack) -> Array:
     """Return what the verb computes. With the mode "resume", the first run is interrupted."""
     verb, options = CALLS[cell.verb], dict(CALLS[cell.verb].options)
     operands: list[Any] = [a, b] if cell.verb in ("gemm", "reduce") else [a]

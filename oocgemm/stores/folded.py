@@ -1,0 +1,94 @@
+"""The operand that `as_matrix` returns: an array of any number of dimensions, folded into a matrix.
+
+It is a description, which is sent to other processes if its array has a path. The store of the array opens it
+(`Store.fold`): as a matrix with the same chunks, if these are rectangles of it, else as a `BoxMatrix`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from oocgemm.stores.base import Composite, Matrix, Store, not_writable
+from oocgemm.stores.folding import Folding, Names
+from oocgemm.values import dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class Folded(Composite):
+    """An array as a matrix, for any verb. `as_matrix` makes it."""
+
+    source: Any
+    folding: Folding
+
+    def mapped(self, change: Callable[[Any], Any]) -> Self:
+        return replace(self, source=change(self.source))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix. The array is opened for it."""
+        return FOLDED.open("the array", self).shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the array, which is opened for it."""
+        return FOLDED.open("the array", self).dtype
+
+
+def as_matrix(
+    x: Any,
+    rows: Names | None = None,
+    cols: Names | None = None,
+    isel: Mapping[str | int, int | slice] | None = None,
+) -> Folded:
+    """Return an array of any number of dimensions as a matrix that every verb takes. Nothing is copied.
+
+    Row number r of the matrix stands for the indices along the axes `rows`, in C order: the last of these
+    axes varies fastest. Columns are numbered likewise. If the last axes of the rows and of the columns are
+    whole in a chunk, the matrix is read as fast as a two-dimensional array with these chunks.
+
+    Args:
+        x: an operand as for `gemm`, with any number of dimensions: a zarr array, an HDF5 dataset, a .npy
+            file, an ndarray, or a lazy array such as an xarray DataArray.
+        rows, cols: the axes of the rows and of the columns, by position or by name: dimension names of zarr,
+            dimension scales of HDF5 and netCDF, dims of xarray. One of them may be left out: it then has all
+            other axes.
+        isel: the part that is used of an axis: an index, which drops the axis, or a slice without a step.
+
+    Returns:
+        An operand for the verbs of this package. The array is opened by the verb, which raises `InputError`
+            for axes that it does not have.
+
+    >>> import numpy as np, oocgemm
+    >>> x = np.arange(24.0).reshape(2, 3, 4)  # time, lat, lon
+    >>> oocgemm.gram(oocgemm.as_matrix(x, rows=[0], cols=[1, 2], isel={2: slice(0, 2)}), backend="host").out
+    array([[ 191.,  623.],
+           [ 623., 2207.]])
+    """
+    return Folded(x, Folding.of(rows, cols, isel))
+
+
+class FoldedArrays(Store):
+    """Open arrays that `as_matrix` has folded."""
+
+    kind = "a folded array"
+
+    def matches(self, operand: Any) -> bool:
+        return isinstance(operand, Folded)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise not_writable(name)
+        from oocgemm.stores.opening import store_of
+
+        return store_of(operand.source).fold(name, operand.source, operand.folding)
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        from oocgemm.stores.opening import store_of
+
+        return store_of(operand.source).location(operand.source)
+
+
+FOLDED = FoldedArrays()
