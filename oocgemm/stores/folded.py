@@ -41,7 +41,7 @@ def as_matrix(
     x: Any,
     rows: Names | None = None,
     cols: Names | None = None,
-    isel: Mapping[str | int, int | slice] | None = None,
+    isel: Mapping[Any, int | slice] | None = None,
 ) -> Folded:
     """Return an array of any number of dimensions as a matrix that every verb takes. Nothing is copied.
 
