@@ -7,6 +7,7 @@ import pytest
 
 from oocgemm.planning import Budgets, GemmProblem, Op, TileShape, default_model, make_plan
 from oocgemm.planning.cost.bound import min_bytes
+from oocgemm.planning.layout import InMemory, Layouts
 from tests.support.plan_cases import GIB, MIB
 from tests.support.products import product_of
 from tests.support.suite import slow
@@ -57,6 +58,20 @@ def test_x_is_read_once_while_its_triangle_fits(gram: str) -> None:
     plan = make_plan(p, budgets, bench_traffic.machine("read", p))
     assert plan.grid.shape == (1, 1)
     assert plan.traffic["read"] == plan.required["read"] == 44_000 * 1_000_000 * 8
+
+
+@pytest.mark.parametrize(("n", "k"), [(1000, 25_000), (300, 60_000), (2000, 20_000)])
+def test_a_triangle_in_memory_with_a_long_k_is_one_product(n: int, k: int) -> None:
+    """BLAS computes the triangle as fast as NumPy does, which strips of it would not."""
+    x = InMemory(itemsize=8, zero_copy_width=8192, in_place=True)
+    plan = make_plan(
+        problem(n, k, "full"),
+        Budgets(GIB, GIB),
+        default_model("host", 2),
+        Layouts(x, x, InMemory(itemsize=8)),
+    )
+    assert (plan.tile.m, plan.slots.strip, plan.tile.k) == (n, n, k)
+    assert plan.prediction.lanes["read"] < 1e-6
 
 
 def test_a_plan_of_many_steps_is_estimated() -> None:

@@ -56,7 +56,9 @@ def bound(prices: Prices, candidate: Candidate) -> float:
     loading = _loading(prices, candidate, grid)
     # Tiles and strips of full size that together have as many elements as those that are computed.
     stairs = down if grid.is_staircase((0, 0)) else 0
-    full = tiles - stairs + stairs * grid.elements((0, 0)) / (m * n)
+    # BLAS may compute only a triangle of the squares on the diagonal.
+    unneeded = m * strip / 2 if prices.halves else 0.0
+    full = tiles - stairs + stairs * (grid.elements((0, 0)) - unneeded) / (m * n)
     whole = full * problem.m * problem.n / (down * m * across * n)
     strips = whole * m / strip
     # Strips are multiplied one after the other at the turn from one tile to the next, and in the last tile.

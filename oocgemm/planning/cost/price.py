@@ -90,6 +90,8 @@ class Prices:
 
     def faults(self, operand: str, rows: int, cols: int) -> float:
         """Return the seconds of page faults of the first Read into a slot."""
+        if self._routes[operand].layout.in_place:
+            return 0.0
         return self.bytes(operand, rows, cols) * self.setting.machine.arena_seconds_per_byte
 
     def accumulator_faults(self, rows: int, n: int) -> float:

@@ -34,9 +34,9 @@ MIN_STRIP = 64
 # is missing.
 STRIPS, SCARCE_STRIPS = (GRAM_STRIPS, 2 * GRAM_STRIPS), tuple(GRAM_STRIPS << shift for shift in range(2, 6))
 # Numbers of strips for a host whose BLAS computes only a triangle of each square on the diagonal, so that
-# thick strips waste nothing. With 4 strips instead of 8, nine matrices on two cores took 0.92 to 1.01 of the
-# time. With 1 or 2, some took up to 1.2: then less of C is written beside products.
-HALVED_STRIPS = (GRAM_STRIPS // 2, GRAM_STRIPS // 4, *STRIPS)
+# thick strips waste nothing. If k is long, one product is faster than several thin ones. If k is short,
+# several strips are faster: some of C is written beside products.
+HALVED_STRIPS = (1, 2, 4, 8, *STRIPS)
 # Maximum number of steps of a tile that run strip by strip at its end.
 MAX_DRAIN = 8
 # Device slots for panels of a pageable array. Several blocks are copied at the same time.
