@@ -13,6 +13,9 @@
 
 /* Copies of at least this many bytes bypass the caches: the target is read next by a copy engine, or not soon. */
 #define MIN_STREAMED ((size_t)4096)
+/* Pieces of at least this many bytes are uploaded through the caches, and the link reads them from the last one. The
+ * core's own cache holds smaller ones, from which the link reads slowly. */
+#define MIN_CACHED ((size_t)2 << 20)
 
 #ifdef STREAMS
 /* Copies multiples of 256 bytes to multiples of 64 bytes, by loads and stores of `WIDTH` bytes. */
@@ -86,13 +89,16 @@ static size_t first_run(const struct ooc_memory *of, const struct ooc_piece *pie
 int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buffer) {
   const struct ooc_memory *of = place;
   char *from;
-  /* The stores go through the caches: the link then reads most of the piece from there. */
   for (size_t run = first_run(of, piece, &from), left = piece->size; left;) {
-    memcpy(buffer, from, run);
+    if (piece->size < MIN_CACHED)
+      copy_run(buffer, from, run);
+    else
+      memcpy(buffer, from, run);
     buffer += run, left -= run;
     from += (ptrdiff_t)run + of->pitch - (ptrdiff_t)of->size;
     run = left < of->size ? left : of->size;
   }
+  end_streams();
   return 0;
 }
 
