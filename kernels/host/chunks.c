@@ -176,7 +176,8 @@ int64_t ooc_read_chunks(const struct ooc_chunks *x, const struct ooc_area *area,
   return failures;
 }
 
-int ooc_from_chunks(const void *given, const struct ooc_piece *piece, char *buffer) {
+int ooc_from_chunks(const void *given, const struct ooc_piece *piece, char *buffer, int cached) {
+  (void)cached;
   const struct ooc_stored *place = given;
   int64_t top = place->top + (int64_t)piece->row, left = place->left + (int64_t)piece->at, size = (int64_t)piece->size;
   struct ooc_area area = {top, top + (int64_t)piece->rows, left, left + size, buffer, size};

@@ -41,7 +41,7 @@ struct ooc_stored {
 };
 
 /* `ooc_move` from an `ooc_stored`. Returns EAGAIN if it could not read a chunk. */
-int ooc_from_chunks(const void *place, const struct ooc_piece *piece, char *buffer);
+int ooc_from_chunks(const void *place, const struct ooc_piece *piece, char *buffer, int cached);
 
 /* Writes the sizes and modification times of files of chunks to `content`, as "SIZE TIME;", and the change times of
  * their inodes to `changes`, as "TIME;", in nanoseconds; for a file whose status is unknown, "-". The files are

@@ -37,8 +37,9 @@ struct ooc_piece {
 };
 
 /* Moves a piece between its place on the host and a pinned buffer, in which its rows follow each other. `place`
- * says where the block is. Returns 0 or an errno. Several threads call it at once. */
-typedef int (*ooc_move)(const void *place, const struct ooc_piece *piece, char *buffer);
+ * says where the block is. If `cached`, the buffer should be in the caches afterwards. Returns 0 or an errno. Several
+ * threads call it at once. */
+typedef int (*ooc_move)(const void *place, const struct ooc_piece *piece, char *buffer, int cached);
 
 /* A place in memory: rows of `size` bytes that start `pitch` bytes apart. */
 struct ooc_memory {
@@ -48,8 +49,8 @@ struct ooc_memory {
 };
 
 /* `ooc_move` from and to an `ooc_memory`. */
-int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buffer);
-int ooc_to_memory(const void *place, const struct ooc_piece *piece, char *buffer);
+int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buffer, int cached);
+int ooc_to_memory(const void *place, const struct ooc_piece *piece, char *buffer, int cached);
 
 /* Elements of a tile of C, and the elements that have been selected of its rows (SELECTED in
  * oocgemm/backends/base.py). `along` or `down` is 1. */

@@ -13,9 +13,6 @@
 
 /* Copies of at least this many bytes bypass the caches: the target is read next by a copy engine, or not soon. */
 #define MIN_STREAMED ((size_t)4096)
-/* Pieces of at least this many bytes are uploaded through the caches, and the link reads them from the last one. The
- * core's own cache holds smaller ones, from which the link reads slowly. */
-#define MIN_CACHED ((size_t)2 << 20)
 
 #ifdef STREAMS
 /* Copies multiples of 256 bytes to multiples of 64 bytes, by loads and stores of `WIDTH` bytes. */
@@ -86,14 +83,14 @@ static size_t first_run(const struct ooc_memory *of, const struct ooc_piece *pie
   return of->pitch == (ptrdiff_t)of->size || run > piece->size ? piece->size : run;
 }
 
-int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buffer) {
+int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buffer, int cached) {
   const struct ooc_memory *of = place;
   char *from;
   for (size_t run = first_run(of, piece, &from), left = piece->size; left;) {
-    if (piece->size < MIN_CACHED)
-      copy_run(buffer, from, run);
-    else
+    if (cached)
       memcpy(buffer, from, run);
+    else
+      copy_run(buffer, from, run);
     buffer += run, left -= run;
     from += (ptrdiff_t)run + of->pitch - (ptrdiff_t)of->size;
     run = left < of->size ? left : of->size;
@@ -102,7 +99,8 @@ int ooc_from_memory(const void *place, const struct ooc_piece *piece, char *buff
   return 0;
 }
 
-int ooc_to_memory(const void *place, const struct ooc_piece *piece, char *buffer) {
+int ooc_to_memory(const void *place, const struct ooc_piece *piece, char *buffer, int cached) {
+  (void)cached;
   const struct ooc_memory *of = place;
   char *to;
   for (size_t run = first_run(of, piece, &to), left = piece->size; left;) {

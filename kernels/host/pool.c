@@ -47,8 +47,14 @@
 #define FEW 2
 /* Bytes of a piece of a block in memory. The link copies large pieces faster, but gets the first small piece sooner, and
  * the host has written the last small piece sooner. */
-#define MIN_PIECE ((size_t)256 << 10)
+#define MIN_PIECE ((size_t)512 << 10)
 #define MAX_PIECE ((size_t)4 << 20)
+/* Uploads write pieces past the caches until this many bytes have followed each other without a pause. Then pieces of
+ * at least MIN_CACHED bytes are written to the last cache, from which the link reads them. At first, the pinned memory
+ * is in no cache, so that the host would read it before. Smaller pieces would still be in the core's own cache, from
+ * which the link reads slowly. */
+#define WARM ((size_t)256 << 20)
+#define MIN_CACHED ((size_t)1 << 20)
 /* CUDA_ERROR_NOT_READY, and CU_MEMORYTYPE_UNIFIED: the driver itself finds out whether an address is on the host. */
 enum { NOT_READY = 600, UNIFIED = 4 };
 
@@ -67,6 +73,7 @@ struct lane {
   _Atomic uint32_t *mark;
   struct ooc_block *inside; /* the block that the lane has entered, or NULL */
   size_t at;                /* where in the memory the next piece begins */
+  bool cached;              /* whether the piece to upload is written to the caches */
   /* The copies are numbered. Copy n is flight[n % FLIGHT]. Those from `oldest` to before `next` are in flight. */
   uint32_t oldest, next;
   size_t bytes; /* in flight */
@@ -187,7 +194,7 @@ static int finish(struct lane *lane) {
   lane->bytes -= flight->end - flight->begin;
   if (block) {
     if (!error && !has_failed(pool, block))
-      error = -block->move(block->place, &flight->piece, lane->given.memory + flight->begin);
+      error = -block->move(block->place, &flight->piece, lane->given.memory + flight->begin, 0);
     fail(pool, block, error);
     count_finished(pool, block, flight->end - flight->begin);
   }
@@ -255,7 +262,7 @@ static void handle(struct lane *lane, struct ooc_block *block, const struct ooc_
   if (!has_failed(pool, block)) {
     int error = place(lane, size);
     if (!error && pool->uploads)
-      error = -block->move(block->place, piece, lane->given.memory + lane->at);
+      error = -block->move(block->place, piece, lane->given.memory + lane->at, lane->cached);
     if (!error)
       error = copy(lane, block, piece, size);
     issued = !error;
@@ -299,6 +306,7 @@ static struct ooc_block *take(struct lane *lane, struct ooc_piece *piece) {
     block->taken += size;
     pool->taken += size;
     pool->left -= size;
+    lane->cached = pool->taken > WARM && size >= MIN_CACHED;
     block->inside += block != lane->inside;
     if (block->taken == block->bytes) {
       pool->first = block->next;

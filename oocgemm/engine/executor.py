@@ -231,21 +231,24 @@ class Prefetch:
         self._called = True
         # A plan keeps its program in memory. So if the program is long, another one is made and dropped.
         program = plan.program if is_short(plan) or self.session.repeats else Program(plan.schedule())
-        first = [
+        found = (
             (number, operation)
             for number, (operation, waits) in enumerate(islice(program, MAX_SEEN))
             if not waits and operation.kind is Kind.UPLOAD and operation.operand in streamed
-        ]
-        if first:
-            with self.session.worker(Stream(first[0][1].device, first[0][1].stream)):
-                for number, operation in first[:MAX_BEGUN]:
-                    try:
-                        self._begin(plan, operands[operation.operand], number, operation)
-                    except Exception as error:
-                        located = located_error(error, operation)
-                        if located is error:
-                            raise
-                        raise located from error
+        )
+        with ExitStack() as entered:
+            # Each begins as soon as it is found: to find the last one may take a millisecond.
+            for count, (number, operation) in enumerate(islice(found, MAX_BEGUN)):
+                if not count:
+                    stream = Stream(operation.device, operation.stream)
+                    entered.enter_context(self.session.worker(stream))
+                try:
+                    self._begin(plan, operands[operation.operand], number, operation)
+                except Exception as error:
+                    located = located_error(error, operation)
+                    if located is error:
+                        raise
+                    raise located from error
 
     def _begin(self, plan: Plan, matrix: Matrix, number: int, operation: Operation) -> None:
         block = host_block(plan, matrix, operation, self.retries.read)

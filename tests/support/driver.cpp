@@ -135,7 +135,7 @@ void fake_wait(void *event) {
 }
 
 // `ooc_move` of pieces that are rows of an `ooc_memory`, or parts of one.
-int fake_move(const void *place, const ooc_piece *piece, char *buffer) {
+int fake_move(const void *place, const ooc_piece *piece, char *buffer, int) {
   const ooc_memory *from = (const ooc_memory *)place;
   for (size_t row = 0; row < piece->rows; ++row)
     memcpy(buffer + row * piece->size, from->address + (piece->row + row) * from->pitch + piece->at, piece->size);

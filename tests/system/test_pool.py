@@ -210,8 +210,9 @@ def test_a_failure_of_the_driver_stops_its_block_only(function: int, first: int,
 
 
 def test_an_error_of_the_system_is_that_of_the_first_piece_that_fails() -> None:
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p)
-    move = kind(lambda place, piece, buffer: errno.ENOSPC if piece[2] == 3 * SIZE else 0)
+    at = ctypes.c_void_p
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, at, ctypes.POINTER(ctypes.c_size_t), at, ctypes.c_int)
+    move = kind(lambda place, piece, buffer, cached: errno.ENOSPC if piece[2] == 3 * SIZE else 0)
     library = driver()
     with pool(library, uploads=True) as made:
         copied = Copied(20, 50, uploads=True)
@@ -221,6 +222,25 @@ def test_an_error_of_the_system_is_that_of_the_first_piece_that_fails() -> None:
     error = error_of(copied.block)
     assert error is not None
     assert error.errno == errno.ENOSPC
+
+
+@given(
+    *(st.integers(1, 9), st.integers(1, 9000), st.integers(0, 3), st.floats(0, 1), st.floats(0, 1)),
+    *(st.booleans(), st.integers(0, 64)),
+)
+def test_a_piece_is_moved_from_anywhere_in_a_block_to_anywhere(
+    rows: int, row: int, gap: int, first: float, part: float, cached: bool, shift: int
+) -> None:
+    copied = Copied(rows, row, gap, uploads=True)
+    begins = int(first * (rows * row - 1))
+    size = max(1, int(part * (rows * row - begins)))
+    piece, buffer = np.array([0, 1, begins, size], np.uintp), np.zeros(shift + size + 64, np.uint8)
+    at = ctypes.c_void_p
+    move = ctypes.CFUNCTYPE(ctypes.c_int, at, at, at, ctypes.c_int)(copied.block.move)
+    assert move(copied.block.place, piece.ctypes.data, buffer.ctypes.data + shift, cached) == 0
+    expected = np.zeros_like(buffer)
+    expected[shift : shift + size] = copied.source.reshape(-1)[begins : begins + size]
+    np.testing.assert_array_equal(buffer, expected)
 
 
 def test_copies_have_been_issued_before_a_download_is_written() -> None:
