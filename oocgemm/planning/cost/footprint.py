@@ -54,8 +54,9 @@ MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
 # Minimum and maximum bytes of a piece of files that compiled threads read: to open a file takes as long as to
 # copy some 50 KiB. The C code chooses the pieces of blocks in memory.
 MIN_STORED_PIECE, MAX_STORED_PIECE = 512 << 10, 4 << 20
-# Maximum bytes of a thread's pinned memory that uploads by compiled threads go through. They are written
-# through the caches, and should still be in the last one when the link reads them.
+# Maximum bytes of a thread's pinned memory that uploads by compiled threads go through. While many bytes
+# follow each other, they are written through the caches, and should be in the last one when the link reads
+# them.
 UPLOADED = 8 << 20
 # Maximum number of these threads if all blocks are in memory. More would only wait for the driver's lock.
 # From the page cache, 8 threads of the host of an H100 read 33 to 45 GB/s, and 12 threads 44 to 68 GB/s.
