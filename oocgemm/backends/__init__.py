@@ -2,10 +2,10 @@
 CUDA backend is opened."""
 
 from oocgemm.backends.base import Backend, Session
-from oocgemm.backends.devices import Devices, open_devices
 from oocgemm.backends.registry import (
     KERNELS,
     NAMES,
+    Devices,
     check_kernel,
     cuda_extra,
     fall_back,
@@ -13,6 +13,7 @@ from oocgemm.backends.registry import (
     load,
     missing_for_cuda,
     open_backend,
+    open_devices,
     release,
     resolve,
     shrink,

@@ -51,8 +51,7 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Kind, Lane, Operation, Plan, Tier
 from oocgemm.planning.cost.coding import PANELS
 from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
-from oocgemm.planning.schedule.hazards import HazardTracker, Program
-from oocgemm.planning.schedule.operation import STORE_KINDS, Block
+from oocgemm.planning.schedule.operation import STORE_KINDS, Block, HazardTracker, Program
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Retries

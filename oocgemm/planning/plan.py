@@ -27,8 +27,7 @@ from oocgemm.planning.layout import KINDS, Codings, Layout, Layouts
 from oocgemm.planning.lowering import Lowered, lower
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.dealing import SharedSchedule, arrangement, deal, deal_in_order, deal_rows
-from oocgemm.planning.schedule.hazards import Program
-from oocgemm.planning.schedule.operation import Slots
+from oocgemm.planning.schedule.operation import Program, Slots
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.traversal import last, walk

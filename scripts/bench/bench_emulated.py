@@ -15,9 +15,8 @@ import cupy
 
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import emulated as backend
-from oocgemm.backends.cuda.emulated import Emulated
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.backends.cuda.multiplier import Multiplier, cublas_gemm, device_name
+from oocgemm.backends.cuda.multiplier import Emulated, Multiplier, cublas_gemm, device_name
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
 from oocgemm.planning.emulation import MODULI_COUNTS, plane_offsets, work_bytes

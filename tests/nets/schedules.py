@@ -37,7 +37,7 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.footprint import footprint
 from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.plan import schedule_of
-from oocgemm.planning.schedule.hazards import Program
+from oocgemm.planning.schedule.operation import Program
 from oocgemm.planning.sinks import Step
 from tests.support.products import changed, product_of
 

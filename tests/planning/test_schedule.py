@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.planning import Kind, Op, Operation, Schedule, Slots, TileGrid, TileShape
-from oocgemm.planning.schedule.hazards import HazardTracker, Program
+from oocgemm.planning.schedule.operation import HazardTracker, Program
 from oocgemm.planning.schedule.placement import Placing
 from oocgemm.planning.schedule.traversal import Traversal, walk
 from tests.support.problems import integers

@@ -9,7 +9,7 @@ from oocgemm.planning import Kind, Operation, Schedule, Setting, TileGrid
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.partition import Part, Partition, Storage, k_range, slice_setting
 from oocgemm.planning.plan import schedule_of
-from oocgemm.planning.schedule.hazards import HazardTracker
+from oocgemm.planning.schedule.operation import HazardTracker
 from oocgemm.planning.tiling import length
 from tests.support.simulate import timed
 

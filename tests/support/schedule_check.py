@@ -4,8 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from oocgemm.planning.schedule.hazards import Program
-from oocgemm.planning.schedule.operation import Kind, Operation, Slot, Tier
+from oocgemm.planning.schedule.operation import Kind, Operation, Program, Slot, Tier
 from oocgemm.planning.schedule.operations import Schedule, mirrored_columns
 from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.tiling import Range, Tile, length

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.schedule.hazards import HazardTracker
-from oocgemm.planning.schedule.operation import Kind, Operation, Slot
+from oocgemm.planning.schedule.operation import HazardTracker, Kind, Operation, Slot
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import length

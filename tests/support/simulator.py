@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.planning import Kind, Operation, Region, Schedule, Slot, Tier
-from oocgemm.planning.schedule.hazards import IN_ORDER
+from oocgemm.planning.schedule.operation import IN_ORDER
 from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.tiling import length
 from tests.support.problems import Array

@@ -17,7 +17,7 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.planning.schedule.hazards import HazardTracker
+from oocgemm.planning.schedule.operation import HazardTracker
 from oocgemm.timeline import Recorder, Timeline
 from tests.support.products import product_of
 from tests.support.simulate import duration

@@ -10,8 +10,7 @@ from oocgemm.backends.base import Array, Session, Swept
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
-from oocgemm.backends.cuda.repeated import RepeatedSession, is_repeatable, reopened
-from oocgemm.backends.cuda.session import SESSIONS, CudaSession
+from oocgemm.backends.cuda.session import SESSIONS, CudaSession, RepeatedSession, is_repeatable, reopened
 from oocgemm.backends.cuda.warm import idle_bytes
 from oocgemm.backends.registry import pci_limit
 from oocgemm.errors import BackendError, OutOfMemoryError
@@ -97,7 +96,7 @@ class CudaBackend:
         return known.describe(kernel, problem.a_dtype, problem.compute)
 
     def moments(self, given: Swept, axis: int, host: int, device: int) -> Array | None:
-        from oocgemm.backends.cuda.moments import moments  # few runs need it
+        from oocgemm.backends.cuda.expander import moments  # few runs need it
 
         return moments(self._device, given, axis, host, device)
 

@@ -34,7 +34,7 @@ diagonal of C has elements of both triangles in its diagonal block. Its elements
 mirrored.
 
 In a run, operations of different streams overlap. They wait for one another only if they access the same part
-of a buffer (`oocgemm.planning.schedule.hazards`).
+of a buffer (`oocgemm.planning.schedule.operation`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
