@@ -19,7 +19,7 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`executor.is_short`),
    has no threads: the calling thread starts its operations one after the other. If all arrays
    are pinned, and have the addresses that they had in the last run, the session makes the launches of the
-   last run again (`backends.cuda.repeated`).
+   last run again (`backends.cuda.session`).
 
 3. *Read* (lanes `read`, `decode`). `executor.Run._transfer` runs in a thread of the stream.
    `staging.Transfers.read` cuts the panel into parts (`staging.Cutter`). The reader threads read them from
@@ -38,7 +38,7 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    way, strip by strip.
 
 5. *Prepare* (lane `prepare`; emulated and transformed products only). The two panels of a step are split into
-   int8 residues: `backends.cuda.emulated.Emulated.prepare` or `backends.host.residues.prepare`. Or a GPU
+   int8 residues: `backends.cuda.multiplier.Emulated.prepare` or `backends.host.residues.prepare`. Or a GPU
    transforms them: `backends.cuda.expander`. For a Gram matrix of one tile, it may first find the means and
    scales of the transform in the panel: `backends.cuda.expander.Measurer`.
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import cupy
 
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda import emulated as backend
+from oocgemm.backends.cuda import multiplier as backend
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.multiplier import Emulated, Multiplier, cublas_gemm, device_name
 from oocgemm.kernels.spec import Call

@@ -224,7 +224,7 @@ def test_the_host_finds_what_does_not_fit_on_a_device(short: str) -> None:
     x = np.random.default_rng(6).standard_normal((400, 30)).astype(np.float32)
     right = oocgemm.cov(x, axis=1, backend="host").out
     with fake_cuda(0), patch.multiple(statistics, MIN_SWEPT=1, SWEPT_BLOCK=3000):
-        from oocgemm.backends.cuda import moments as sweep
+        from oocgemm.backends.cuda import expander as sweep
 
         limit: dict[str, Any] = {"MAX_PARTS": 0} if short == "MAX_PARTS" else {"SLOTS": 1 << 40}
         with patch.multiple(sweep, take_ring=forbidden, **limit):
@@ -246,7 +246,7 @@ def test_a_pass_that_fails_ends_its_copies_and_then_gives_back_the_ring() -> Non
 
     given = Swept((80, 30), np.dtype(np.float32), cuts, block, (), (), None)
     with fake_cuda(0):
-        from oocgemm.backends.cuda import moments as sweep
+        from oocgemm.backends.cuda import expander as sweep
         from oocgemm.backends.cuda.host_memory import keep_ring
 
         def kept(device: int, ring: Any) -> None:

@@ -238,7 +238,6 @@ SLOTS, COPYING = 4, 3
 # CUDA's limit of thread blocks along y: a tall block of few columns may have more parts.
 MAX_PARTS = 65535
 _ALIGNMENT = 512
-_pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
 
 def moments(device: int, given: Swept, axis: int, host: int, budget: int) -> Array | None:

@@ -57,7 +57,7 @@ from oocgemm.system.threads import start
 # Number of rows that one thread block of the kernels ozaki_facts and ozaki_split processes.
 _ROWS = 16
 
-_pointer = ctypes.c_void_p
+_pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
 
 class Emulated:
@@ -356,9 +356,6 @@ def _pack(kernels: Kernels, x: int, ld: int, shape: tuple[int, int], k_major: bo
         (-(-pitch(k) // _PACKED), -(-rows // _PACKED), 1),
         *(_pointer(x), _long(ld), _long(rows), _long(k), _pointer(to), _long(pitch(k))),
     )
-
-
-_pointer, _long = ctypes.c_void_p, ctypes.c_longlong
 
 
 # Device -> cuBLAS handles that no run uses. They are kept because creating one takes 5 ms. Concurrent runs do
