@@ -1,8 +1,9 @@
 """Make frozen dataclasses in less than half of the time that `dataclasses.dataclass` takes.
 
 A first product needs 130 of these classes. The standard library compiles seven functions for each of them,
-which took more than a third of the time of importing the package. Here only `__init__` is compiled. The other
-functions are closures over the names of the fields, and `operator.attrgetter` makes them as fast.
+which took more than a third of the time of importing the package. Here only `__init__` is compiled, when the
+first object is created. The other functions are closures over the names of the fields, and
+`operator.attrgetter` makes them as fast.
 
 Pseudo-fields (`InitVar`) and fields that `__init__` does not take are not supported.
 A class may inherit from a frozen dataclass of the standard library, but not the other way around.
@@ -39,8 +40,9 @@ def _frozen(cls: Any, **options: Any) -> Any:
         return dataclasses.dataclass(frozen=True, **options)(cls)
     made: Any = dataclasses.dataclass(cls, **options | {"init": False, "repr": False, "eq": False})
     fields = dataclasses.fields(made)
-    functions = {"__init__": _init(made, fields)}
-    functions["__setattr__"], functions["__delattr__"] = _refusals(made, {field.name for field in fields})
+    functions = dict(
+        zip(("__setattr__", "__delattr__"), _refusals(made, {f.name for f in fields}), strict=True)
+    )
     if options.get("repr", True):
         functions["__repr__"] = _repr([field.name for field in fields if field.repr])
     if options.get("eq", True):
@@ -53,7 +55,20 @@ def _frozen(cls: Any, **options: Any) -> Any:
         if cls.__dict__.get(name) is None:
             function.__name__, function.__qualname__ = name, f"{cls.__qualname__}.{name}"
             setattr(made, name, function)
+    if "__init__" not in cls.__dict__:
+        made.__init__ = _Init(made, fields)
     return made
+
+
+class _Init:
+    """The method `__init__` of a class until its first use, which compiles it."""
+
+    def __init__(self, cls: Any, fields: Iterable[dataclasses.Field[Any]]) -> None:
+        self._class, self._fields = cls, fields
+
+    def __get__(self, instance: object, owner: Any = None) -> Any:
+        function = self._class.__init__ = _init(self._class, self._fields)
+        return function.__get__(instance, owner)
 
 
 def _init(cls: Any, fields: Iterable[dataclasses.Field[Any]]) -> Any:
@@ -78,6 +93,7 @@ def _init(cls: Any, fields: Iterable[dataclasses.Field[Any]]) -> Any:
     function = f"def __init__({', '.join(parameters)}):\n  {body}\n return __init__"
     exec(f"def make({', '.join(known)}):\n {function}", vars(sys.modules[cls.__module__]), scope)
     made = scope["make"](**known)
+    made.__qualname__ = f"{cls.__qualname__}.__init__"
     made.__annotations__ = {field.name: field.type for field in fields} | {"return": None}
     return made
 

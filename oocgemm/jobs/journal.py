@@ -53,7 +53,6 @@ import fcntl
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -257,7 +256,7 @@ class Lease:
             {
                 "epoch": self.epoch,
                 "held": held,
-                "owner": f"process {os.getpid()} on {socket.gethostname()}",
+                "owner": f"process {os.getpid()} on {os.uname().nodename}",
                 "process": _identity(os.getpid()),
                 "beat": self._beats,
                 "nonce": uuid.uuid4().hex,
@@ -578,7 +577,7 @@ def _lock(folder: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
                 return descriptor
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode(errors="replace").strip()

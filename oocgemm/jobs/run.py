@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import field, fields
 from functools import cached_property, partial
-from html import escape
 from operator import attrgetter
 from time import monotonic, perf_counter_ns, time
 from traceback import clear_frames
@@ -112,6 +111,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: C, the wall time T, the rate, and what limited its speed."""
+        from html import escape
+
         from oocgemm.reports.advice import diagnosis_lines
 
         rows = [*self._facts(), *diagnosis_lines(self.report, self.timeline)]

@@ -1,7 +1,6 @@
 """Parse and format sizes, times and rates: ``"8GiB"`` <-> bytes."""
 
 import re
-from fractions import Fraction
 from math import inf
 
 from oocgemm.errors import InputError
@@ -28,6 +27,8 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int):
         size = text
     else:
+        from fractions import Fraction
+
         match = _SIZE.fullmatch(str(text))
         factor = _FACTORS.get(match[2].upper()) if match else None
         if match is None or factor is None:

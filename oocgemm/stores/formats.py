@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import shlex
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +269,8 @@ def _remedy(path: str) -> str:
 
 def _first_array(path: str) -> str:
     """Return the name of the first array in a .npz archive; NumPy's default "arr_0" if it is unreadable."""
+    import zipfile
+
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()[0].removesuffix(".npy")
@@ -279,4 +279,6 @@ def _first_array(path: str) -> str:
 
 
 def python_command(code: str) -> str:
+    import shlex
+
     return f"python -c {shlex.quote(code)}"

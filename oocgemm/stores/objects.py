@@ -16,7 +16,6 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
@@ -29,6 +28,8 @@ from oocgemm.stores.formats import check_new_format
 from oocgemm.stores.zarr_matrix import new_zarr_layout
 
 if TYPE_CHECKING:
+    from urllib.parse import SplitResult
+
     from oocgemm.stores.object_matrix import ObjectMatrix
 
 
@@ -54,8 +55,8 @@ def is_web(url: str) -> bool:
 
 def check_url(name: str, url: str) -> None:
     """Raise `InputError` for a URL with credentials, or with a query that its store would ignore."""
-    parts = _parsed(url)
-    if parts is None or not is_object_url(url):
+    parts = _parsed(url) if is_object_url(url) else None
+    if parts is None:
         return
     if "@" in parts.netloc and parts.scheme not in ("abfs", "abfss", "adl", "azure"):
         raise InputError(
@@ -98,7 +99,9 @@ def scrubbed(text: str) -> str:
     return " ".join([start, *found]).strip().rstrip(":")
 
 
-def _parsed(url: str) -> SplitResult | None:
+def _parsed(url: str) -> "SplitResult | None":
+    from urllib.parse import urlsplit
+
     try:
         return urlsplit(url)
     except ValueError:  # for example an invalid IPv6 address: the store refuses it
