@@ -311,6 +311,16 @@ class Fetched(NamedTuple):
         return self._replace(rows=rows, cols=cols)
 
 
+def entries_at(lines: int, entries: int, index_bytes: int, item_bytes: int) -> tuple[int, int, int]:
+    """Return where the indices and the values of lines of a sparse matrix begin in a buffer, and its end.
+
+    The buffer begins with the starts of the lines, and the end of the last one, in eight bytes each.
+    """
+    indices = -(-8 * (lines + 1) // 64) * 64
+    values = indices + -(-entries * index_bytes // 64) * 64
+    return indices, values, values + entries * item_bytes
+
+
 class FrameStream(NamedTuple):
     """A stream: its offset in the frame, its stored size, its decoded size, and whether it is stored raw."""
 

@@ -12,16 +12,19 @@ they are read with the code for dense arrays, piece by piece.
 import ctypes
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
+from weakref import ref
 
 import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.planning import Chunked, Layout, Op
+from oocgemm.planning import Chunked, Coding, Layout, Op
+from oocgemm.planning.cost.coding import ENTRIES
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.base import (
@@ -37,6 +40,7 @@ from oocgemm.stores.base import (
     package,
 )
 from oocgemm.stores.capabilities import in_memory
+from oocgemm.stores.codecs import NO_ROOM, Fetched, entries_at
 from oocgemm.stores.files import scratch
 from oocgemm.stores.formats import PARTS, is_sparse
 from oocgemm.system import cache
@@ -52,8 +56,10 @@ _KINDS = {name: i for i, name in enumerate(("i1", "i2", "i4", "i8", "f4", "f8", 
 _KINDS |= {f"u{size}": _KINDS[f"i{size}"] for size in (1, 2, 4, 8)}
 # The remedy for parts that do not fit together.
 AGAIN = "the sparse matrix is damaged or truncated: store it again"
-# Version of the remembered checks.
-VERSION = 1
+# Version of the remembered checks, and the content of the file for ascending indices.
+VERSION, ASCENDING = 2, b"ascending"
+# A GPU makes lines dense if their entries take at most this share of the dense bytes.
+MAX_SHARE = 0.5
 
 
 class _Entries(ctypes.Structure):
@@ -96,9 +102,8 @@ class SparseOperand(ReadOnly):
         lines, self._width = self.shape if self._by_rows else self.shape[::-1]
         self._check_starts(starts, lines)
         self._starts: Array = starts.astype(np.int64)
-        piece = min(PIECE, max(1, int(self._starts[-1])))
-        entry = indices.dtype.itemsize + data.dtype.itemsize + PLACING
         parts = indices.layout, data.layout
+        piece = PLACING * min(PIECE, max(1, int(self._starts[-1])))
         chunk = (1, max(1, self.shape[1])) if self._by_rows else (max(1, self.shape[0]), 1)
         self.layout: Layout = Chunked(
             read_chunk=chunk,
@@ -106,10 +111,12 @@ class SparseOperand(ReadOnly):
             page_cached=all(part.page_cached or part.in_memory for part in parts),
             itemsize=self.dtype.itemsize,
             contiguous=int(self._by_rows),
-            decode_bytes=piece * entry + max(part.decode_bytes + part.scratch_bytes for part in parts),
+            decode_bytes=piece
+            + sum(map(_piece_bytes, (indices, data)))
+            + max(part.decode_bytes + part.scratch_bytes for part in parts),
             resident_bytes=self._starts.nbytes + sum(part.resident_bytes for part in parts),
         )
-        self._check_indices()
+        self._ascending = self._check_indices()
 
     @property
     def _place(self) -> str:
@@ -142,25 +149,35 @@ class SparseOperand(ReadOnly):
         if self._indices.dtype.kind not in "iu":
             raise InputError(f"{self._place} has indices of {self._indices.dtype}: indices are integers")
 
-    def _check_indices(self) -> None:
-        """Raise `InputError` for an index outside of the matrix. Remember that files have none."""
+    def _check_indices(self) -> bool:
+        """Return whether each line has ascending indices. Remember that of files.
+
+        Raises `InputError` for an index outside of the matrix.
+        """
         known = self.fingerprint()
         place = None
         if known is not None and known.get("content"):
             key = json.dumps([VERSION, known], sort_keys=True, default=str)
-            with suppress(InputError):  # without a home directory there is no cache
+            with suppress(InputError, OSError):  # there may be no home directory, or no such file yet
                 place = cache.folder() / "sparse" / hashlib.sha256(key.encode()).hexdigest()[:32]
-                if place.exists():
-                    return
+                return place.read_bytes() == ASCENDING
+        ascending, before = True, -1
         for piece in _pieces((0, int(self._starts[-1]))):
             try:
                 indices = self._part(self._indices, piece, "indices")
                 self._check(piece, indices)
             except ExecutionError as error:
                 raise InputError(f"{self._place}: {error}") from error
+            if ascending:
+                up = np.empty(len(indices), bool)
+                up[0], up[1:] = indices[0] > before, indices[1:] > indices[:-1]
+                first, after = np.searchsorted(self._starts, piece)
+                up[self._starts[first:after] - piece[0]] = True
+                ascending, before = bool(up.all()), int(indices[-1])
         if place is not None:
             with suppress(OSError):  # later runs check again
-                cache.write_whole(place, b"")
+                cache.write_whole(place, ASCENDING if ascending else b"")
+        return ascending
 
     def _check(self, piece: Range, indices: Array) -> None:
         """Raise `ExecutionError` for an index outside of the matrix, of the entries in `piece`."""
@@ -174,14 +191,25 @@ class SparseOperand(ReadOnly):
             )
 
     def _part(self, part: Matrix, piece: Range, use: str) -> Array:
-        """Return some entries of `part`: the indices or the data."""
+        """Return some entries of `part`: the indices or the data.
+
+        Chunks that are decoded as a whole are kept until the thread's next call for others.
+        """
         whole = in_memory(part)
         if whole is not None:
             return whole[0, slice(*piece)]
-        size = (piece[1] - piece[0]) * part.dtype.itemsize
-        out = scratch(size, use)[:size].view(part.dtype)
-        part.read((0, 1), piece, out[None])
-        return out
+        kept: tuple[Any, Range, Array] | None = getattr(_of_thread, use, None)
+        if kept is None or kept[0]() is not part or not kept[1][0] <= piece[0] <= piece[1] <= kept[1][1]:
+            chunk = 1 if part.layout.partial_reads else part.layout.read_chunk[1]
+            around = piece[0] // chunk * chunk, min(-(-piece[1] // chunk) * chunk, part.shape[1])
+            setattr(_of_thread, use, None)
+            size = (around[1] - around[0]) * part.dtype.itemsize
+            out = scratch(size, use)[:size].view(part.dtype)
+            part.read((0, 1), around, out[None])
+            kept = ref(part), around, out
+            if chunk > 1:
+                setattr(_of_thread, use, kept)
+        return kept[2][piece[0] - kept[1][0] : piece[1] - kept[1][0]]
 
     def transposed(self) -> Self:
         """Return the transpose, in the other form. It has the same parts."""
@@ -251,6 +279,44 @@ class SparseOperand(ReadOnly):
         with np.errstate(all="ignore"):
             np.add.at(out, (line, indices), values)
 
+    def coding(self) -> Coding | None:
+        """Return how a device makes lines dense; None if entries of a line may have the same place."""
+        dense = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        entries = int(self._starts[-1]) * (self._indices.dtype.itemsize + self._data.dtype.itemsize)
+        share = (entries + 8 * self.shape[0]) / max(1, dense)
+        name = ENTRIES.get(self._indices.dtype.itemsize, "")
+        if not (self._ascending and self._by_rows and name) or share > MAX_SHARE:
+            return None
+        return Coding(name, self.shape[1] * self.dtype.itemsize, share)
+
+    def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
+        """Read the starts, the indices and the values of lines into `out`, as `entries_at` places them."""
+        entries = first, last = int(self._starts[rows[0]]), int(self._starts[rows[1]])
+        sizes = self._indices.dtype.itemsize, self.dtype.itemsize
+        *at, size = entries_at(rows[1] - rows[0], last - first, *sizes)
+        if size > len(out):
+            return [Fetched(rows, cols, (0, cols[0]), 0, NO_ROOM)]
+        starts = out[: 8 * (rows[1] - rows[0] + 1)].view(np.int64)
+        np.subtract(self._starts[rows[0] : rows[1] + 1], first, out=starts)
+        indices, values = (
+            out[start : start + (last - first) * part.dtype.itemsize].view(part.dtype)
+            for start, part in zip(at, (self._indices, self._data), strict=True)
+        )
+        for part, use, to in ((self._indices, "indices", indices), (self._data, "data", values)):
+            if in_memory(part) is None and part.layout.partial_reads and last > first:
+                part.read((0, 1), entries, to[None])
+                continue
+            for piece in _pieces(entries):
+                to[piece[0] - first : piece[1] - first] = self._part(part, piece, use)
+        self._check(entries, indices)
+        return [Fetched(rows, cols, (0, cols[0]), 0, size)]
+
+    def codec(self) -> str:
+        return ""
+
+    def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
+        raise ExecutionError(f"{self.name} is {self.what}, which is read-only")
+
     def fingerprint(self) -> dict[str, object] | None:
         found = [] if self._path is None else [part.fingerprint() for part in (self._indices, self._data)]
         if not found or any(one is None for one in found):
@@ -275,6 +341,16 @@ class SparseOperand(ReadOnly):
 
     def identities(self) -> set[object]:
         return self._indices.identities() | self._data.identities()
+
+
+# What the thread has read last of indices and data (`SparseOperand._part`).
+_of_thread = threading.local()
+
+
+def _piece_bytes(part: Matrix) -> int:
+    """Return the memory that a thread needs for a piece of the indices or the data."""
+    chunk, entries = 1 if part.layout.partial_reads else part.layout.read_chunk[1], part.shape[1]
+    return min(-(-PIECE // chunk) * chunk + chunk, max(1, entries)) * part.dtype.itemsize
 
 
 def _pieces(entries: Range) -> Iterator[Range]:

@@ -13,6 +13,9 @@ checks what the decoder reports. So no operation starts that uses a panel with d
 the chunks for which the decoder reports an error, and the chunks whose frames it cannot decode. If a chunk is
 damaged, the host raises the error.
 
+Lines of a sparse matrix are stored as entries, not in frames. The kernel `scatter` composes the panel of
+them, so that nothing is decoded.
+
 *Encoding* C: the kernels of `kernels/encoding` compress the chunks of a strip. They run on the stream of
 Downloads, instead of a copy, and write the frames to the pinned host slot of the strip. So only compressed
 bytes cross the link, and the host need not know in advance how many.
@@ -40,9 +43,9 @@ from oocgemm.backends.cuda.pageable import cuts
 from oocgemm.kernels.launches import DeviceStrip, batches, shuffle_blocks
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning import Operation, Plan, division_of
-from oocgemm.planning.cost.coding import COMPRESSORS, DecodingShape
+from oocgemm.planning.cost.coding import COMPRESSORS, ENTRIES, DecodingShape
 from oocgemm.planning.tiling import Range, ceil_div, length
-from oocgemm.stores.codecs import NO_ROOM, NUMBERS, Codec, Fetched
+from oocgemm.stores.codecs import NO_ROOM, NUMBERS, Codec, Fetched, entries_at
 
 # Bytes of structures of `kernels/decoding/streams.cuh`, and minimum mean bytes of a block's content.
 _STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 112, 32, 2 << 10
@@ -154,7 +157,7 @@ class Decoder:
     def __init__(self, device: Any, shape: DecodingShape, address: int, kernels: Kernels) -> None:
         """Pin host memory. The lanes use `shape.device_bytes` at `address` on the current device."""
         self._device, self._kernels, self._shape = device, kernels, shape
-        self._unpacker = Unpacker(kernels, shape)
+        self._unpacker = None if shape.placed else Unpacker(kernels, shape)
         size = shape.frames + shape.tables
         self._memory = cuda_calls.pinned_memory(device, shape.lanes * size, shape.lanes)
         self._pool = ThreadPoolExecutor(shape.lanes, thread_name_prefix="oocgemm-decode")
@@ -221,7 +224,8 @@ class Decoder:
         cols: Range,
     ) -> int:
         fetched, stream = block.fetch(rows, cols, lane.frames), lane.stream
-        if len(fetched) > 1 and any(each.size == NO_ROOM for each in fetched):
+        several = len(fetched) > 1 or length(fetched[0].rows) > block.chunk[0]
+        if several and any(each.size == NO_ROOM for each in fetched):
             return sum(
                 self._decode_by(lane, address, block, waits, *half) for half in _halves(block, rows, cols)
             )
@@ -241,6 +245,9 @@ class Decoder:
         waits: Sequence[Any],
     ) -> Array:
         """Decode chunks that are on the device into the panel. Return which chunks the host must decode."""
+        if block.codec.compressor in ENTRIES.values():
+            return self._scatter(lane, block, fetched[0], address, waits)
+        assert self._unpacker is not None
         chunks, count = self._fill(lane, fetched, block), len(fetched)
         table = chunks, count, any(each.checksum for each in fetched)
         room = lane.to_content, lane.to_temporary, lane.to_tables
@@ -256,6 +263,26 @@ class Decoder:
         lane.stream.synchronize()
         found: Array = failed.view(np.int32) != 0
         return found
+
+    def _scatter(
+        self, lane: DecodingLane, block: Compressed, lines: Fetched, address: int, waits: Sequence[Any]
+    ) -> Array:
+        """Compose lines of a sparse matrix in the panel. Return whether the host must do it."""
+        if lines.size != NO_ROOM:
+            count, item = length(lines.rows), block.dtype.itemsize
+            index = next(size for size, name in ENTRIES.items() if name == block.codec.compressor)
+            entries = int(lane.frames[: 8 * (count + 1)].view(np.int64)[-1])
+            indices, values, _ = entries_at(count, entries, index, item)
+            options = f"-DOOC_ITEM={item}", f"-DOOC_INDEX={'int' if index == 4 else 'long long'}"
+            scatter = self._kernels.plain("scatter", "scatter", options)
+            for event in waits:
+                cuda_calls.wait(lane.stream, event)
+            stored = (_pointer(lane.to_frames + at) for at in (0, indices, values))
+            places = _long(block.origin[1] + lines.cols[0]), _long(length(lines.cols))
+            to = _pointer(address + lines.rows[0] * block.shape[1] * item)
+            scatter((count, 1, 1), *stored, *places, to)
+            lane.stream.synchronize()
+        return np.array([lines.size == NO_ROOM])
 
     def _fill(self, lane: DecodingLane, fetched: Sequence[Fetched], block: Compressed) -> int:
         """Enqueue the copy of the chunks' table, which the kernel `frames` completes. Return its address."""

@@ -43,7 +43,11 @@ STREAM_BYTES, TABLE_BYTES = 56, 1 << 20
 # Rates of a GPU by compressor, in decoded bytes per second: of one stream, and of all at most. During
 # products, an H100 with 16 cores decoded float64 at 64 GB/s from blosc-zstd, at 17 from zstd in chunks of 1
 # MiB, and at 31 from blosc-lz4, and int8 with bitshuffle at 28.
-DECODING_RATES = {"zstd": (15e6, 40e9), "lz4": (4e6, 30e9)}
+# Sparse matrices are as fast as their stored bytes.
+DECODING_RATES = {"zstd": (15e6, 40e9), "lz4": (4e6, 30e9)} | dict.fromkeys(("csr", "csr64"), (1e9, 1e12))
+# The names of sparse matrices among the codecs, by the bytes of an index. Their entries are placed in panels,
+# so that a lane needs no memory for decoded streams.
+ENTRIES = {4: "csr", 8: "csr64"}
 # Maximum number of stored bytes that are decoded per second. On the same machine, float32 of which 3/4
 # remained was decoded at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
 STORED_RATE = 12e9
@@ -80,12 +84,15 @@ MIN_BYTES = 64 << 20
 class DecodingShape:
     """`lanes` threads decode batches of chunks. A batch has at most `batch` bytes when it is decoded.
 
-    `frames` are the bytes of the room for the compressed chunks of a batch.
+    `frames` are the bytes of the room for the compressed chunks of a batch. If `placed`, all operands are
+    sparse, and stored bytes need no further memory. A thread needs `scratch` bytes to read a batch.
     """
 
     lanes: int
     batch: int
     frames: int
+    placed: bool = False
+    scratch: int = 0
 
     @property
     def streams(self) -> int:
@@ -95,17 +102,22 @@ class DecodingShape:
     @property
     def tables(self) -> int:
         """Bytes of the room for the tables of a batch."""
-        return round_up(STREAM_BYTES * self.streams + TABLE_BYTES, PAGE)
+        return 0 if self.placed else round_up(STREAM_BYTES * self.streams + TABLE_BYTES, PAGE)
 
     @property
     def temporary(self) -> int:
         """Bytes of temporary memory of the decoder of a lane."""
-        return round_up(int(TEMPORARY * self.batch), PAGE)
+        return 0 if self.placed else round_up(int(TEMPORARY * self.batch), PAGE)
+
+    @property
+    def content(self) -> int:
+        """Bytes of decoded streams of a lane."""
+        return 0 if self.placed else round_up(self.batch, PAGE)
 
     @property
     def lane_bytes(self) -> int:
         """Bytes of a lane on the device."""
-        return self.frames + round_up(self.batch, PAGE) + self.temporary + self.tables
+        return self.frames + self.content + self.temporary + self.tables
 
     @property
     def device_bytes(self) -> int:
@@ -115,7 +127,7 @@ class DecodingShape:
     @property
     def host_bytes(self) -> int:
         """Bytes of all lanes in pinned host memory, plus the scratch memory to decode a chunk on the host."""
-        return self.lanes * (self.frames + self.tables) + self.batch
+        return self.lanes * (self.frames + self.tables + self.scratch) + self.batch
 
 
 @lru_cache(64)
@@ -127,11 +139,13 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
         return None
     chunk = round_up(max(prod(x.read_chunk) * x.itemsize for x, _ in decoded), PAGE)
     share = min(1.0, FRAMES_MARGIN * max(y.stored_share for _, y in decoded))
+    sparse = [x for x, y in decoded if y.codec in ENTRIES.values()]
+    placed, scratch = len(sparse) == len(decoded), max((x.decode_bytes for x in sparse), default=0)
 
     def shaped(lanes: int, batch: int) -> DecodingShape:
         # A compressed chunk may be larger than its content, and the host may decode it there.
         frames = max(int(share * batch), chunk) + chunk // 128 + (64 << 10)
-        return DecodingShape(lanes, batch, round_up(frames, PAGE))
+        return DecodingShape(lanes, batch, round_up(frames, PAGE), placed, scratch)
 
     def fits(shape: DecodingShape) -> bool:
         budgets = setting.budgets

@@ -22,7 +22,7 @@ from oocgemm.stores.transformed import apply
 from tests.support.fake_cuda import measuring, packer, selecting, unpacker
 from tests.support.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.support.fake_cuda.memory import Array, Block, Memory, block_of
-from tests.support.fake_cuda.placing import place
+from tests.support.fake_cuda.placing import place, scatter
 from tests.support.fake_cuda.work import Macros, Work, values
 
 _LONG, _REAL, _POINTER = ctypes.c_longlong, ctypes.c_double, ctypes.c_void_p
@@ -387,6 +387,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "topk": (9, selecting.topk),
     "topk_columns": (9, selecting.topk_columns),
     "place": (4, place),
+    "scatter": (6, scatter),
     "frames": (1, unpacker.frames),
     **dict.fromkeys(("crc32c", "zstd_walk", "zstd_entropy", "lz4_parse", "execute"), (1, unpacker.nothing)),
     "assemble": (1, packer.assemble),

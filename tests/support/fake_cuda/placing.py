@@ -1,4 +1,4 @@
-"""A NumPy version of the kernel `place`."""
+"""NumPy versions of the kernels `place` and `scatter`."""
 
 import ctypes
 
@@ -40,3 +40,28 @@ def place(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
                 memory.bytes_of(Block(to, cols * item))[...] = elements[i].reshape(-1)
 
     return Work(run, [Block(chunks, 8 * FIELDS * count)], [])
+
+
+def scatter(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/decoding/scatter.cu, which composes lines of a sparse matrix from their entries."""
+    at, from_indices, from_values, panel = (
+        ctypes.c_void_p.from_address(pointers[i]).value or 0 for i in (0, 1, 2, 5)
+    )
+    left, width = (ctypes.c_longlong.from_address(pointers[i]).value for i in (3, 4))
+    lines, item = int(macros["grid x"]), int(macros["OOC_ITEM"])
+    index = np.int32 if macros["OOC_INDEX"] == "int" else np.int64
+    reads = [Block(at, 8 * (lines + 1))]
+    writes = [Block(panel, width * item, lines, width * item)]
+
+    def run() -> None:
+        starts = memory.matrix(at, np.int64, 1, lines + 1, lines + 1)[0]
+        entries = int(starts[-1])
+        places = memory.matrix(from_indices, index, 1, entries, entries)[0] - left
+        found = memory.matrix(from_values, np.uint8, entries, item, item)
+        line = np.repeat(np.arange(lines), np.diff(starts))
+        inside = (places >= 0) & (places < width)
+        to = memory.bytes_of(writes[0]).reshape(lines, width, item)
+        to[...] = 0
+        to[line[inside], places[inside]] = found[inside]
+
+    return Work(run, reads, writes)
