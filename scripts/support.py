@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "support.
 MISSING = {
     "concatenated": "several arrays are not joined into one operand yet: store them as one",
 }
-OPERANDS = ("plain", "transformed", "compressed", "remote", "mixed", "sparse", "n-d", *MISSING)
+OPERANDS = ("plain", "transformed", "compressed", "remote", "mixed", "packed", "sparse", "n-d", *MISSING)
 # Operands that `as_matrix` makes: descriptions, not paths.
 VIEWS = {"n-d"}
 EXECUTORS = {
@@ -42,8 +42,8 @@ cannot run. Tests run every cell. A hole raises `CombinationError` if it is aske
 - *host*: the CPU. *device*: one GPU. *devices*: several GPUs of one host. *workers*: processes on one or
   several machines. *service*: a job of the service.
 - *plain*, *compressed*: arrays at a path. *transformed*: with a `Transform`. *remote*: at a URL.
-- *mixed*: A in uint8, and B in int16. *sparse*: a CSR matrix in a file. *n-d*: an array
-  of three dimensions, folded by `as_matrix`.
+- *mixed*: A in uint8, and B in int16. *packed*: int16 with `scale_factor` and `add_offset`. *sparse*: a CSR
+  matrix in a file. *n-d*: an array of three dimensions, folded by `as_matrix`.
 - *resume*: an interrupted run can be continued. *verify*: the product is checked by checksums.
 
 A number names the reason of a hole, below the tables.

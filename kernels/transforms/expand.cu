@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256) expand(
                 OOC_CHAIN
 #undef OOC_STEP
                 for (int e = 0; e < WIDTH; ++e) {
-                    const double stored = static_cast<double>(widen(from.x[e]));
+                    double stored = static_cast<double>(widen(from.x[e]));
                     double value = stored;
 #define OOC_STEP(name, number, axis) value = element_##name(value, stored, u[number][e], elements.steps[number]);
                     OOC_CHAIN

@@ -59,7 +59,7 @@ struct adding_t {
     }
 };
 
-__device__ inline double changed(double stored, long long row, long long col, const elements_t& elements) {
+__device__ inline double changed(double& stored, long long row, long long col, const elements_t& elements) {
     double value = stored;
 #define OOC_STEP(name, number, axis)                                                                                   \
     value = element_##name(value, stored, axis == BY_ROW ? elements.steps[number].numbers[row]                         \
@@ -92,8 +92,9 @@ extern "C" __global__ void __launch_bounds__(256) moments_columns(
     adding_t adding;
 #pragma unroll 8
     for (long long row = top; row < bottom; ++row) {
-        const double stored = static_cast<double>(widen(x[row * cols + col]));
-        if (!is_missing(stored, code)) adding.add(changed(stored, row, col, elements));
+        double stored = static_cast<double>(widen(x[row * cols + col]));
+        const double value = changed(stored, row, col, elements);
+        if (!is_missing(stored, code)) adding.add(value);
     }
     store(adding.found(), parts, stride, blockIdx.y * cols + col);
 }
@@ -110,8 +111,9 @@ extern "C" __global__ void __launch_bounds__(256) moments_rows(
     adding_t adding;
 #pragma unroll 8
     for (long long col = left + lane; col < right; col += 32) {
-        const double stored = static_cast<double>(widen(x[row * cols + col]));
-        if (!is_missing(stored, code)) adding.add(changed(stored, row, col, elements));
+        double stored = static_cast<double>(widen(x[row * cols + col]));
+        const double value = changed(stored, row, col, elements);
+        if (!is_missing(stored, code)) adding.add(value);
     }
     found[warp][lane] = adding.found();
     for (int half = 16; half > 0; half /= 2) {

@@ -46,7 +46,9 @@ from oocgemm.stores.transformed import (
     TransformedMatrix,
     as_multiplied,
     chain_of,
+    code_in,
 )
+from oocgemm.stores.unpacked import accepting
 
 # The default dtype of C if an operand is transformed to a narrow dtype: that cast only speeds up the product,
 # so C is not rounded to the narrow dtype.
@@ -371,7 +373,9 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
         # Tensor cores multiply int8 fastest, and CPUs float32, in which such sums are exact.
         narrow = backend == "cuda" or len(known.used) > _MAX_EXACT
         dtype = "int8" if narrow else str(request.out_dtype)
-        x = KnownMatrix(x, int(not trans.swaps), known.code, known.used, dtype)
+        x = accepting(x, known.code)
+        code = code_in(x, Transform(missing=known.code))
+        x = KnownMatrix(x, int(not trans.swaps), code, known.used, dtype)
     if x.dtype.kind != "c":
         x, trans = by_rows(x, change, trans, left=not request.a.of_lines)
         other = Op.N if trans.swaps else Op.T

@@ -53,14 +53,13 @@ from oocgemm.jobs.steps import (
 )
 from oocgemm.jobs.streaming import SCRATCH, Moments, moments, reduced
 from oocgemm.planning import Budgets, GemmProblem, Op
-from oocgemm.planning.elements import ElementStep, missing_code
+from oocgemm.planning.elements import MAX_STEPS, ElementStep, missing_code
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Genotypes, Matrix, pieces
 from oocgemm.stores.arrays import in_float64
 from oocgemm.stores.base import failure
 from oocgemm.stores.capabilities import MISSING
-from oocgemm.stores.declared import accepting
 from oocgemm.stores.genetics import PER_BYTE
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import (
@@ -69,9 +68,11 @@ from oocgemm.stores.transformed import (
     StandardizedMatrix,
     chain_of,
     change_of,
+    code_in,
     is_missing,
     positions,
 )
+from oocgemm.stores.unpacked import accepting
 from oocgemm.system import cache
 from oocgemm.system.resources import available_memory
 from oocgemm.values import dataclass
@@ -294,7 +295,7 @@ def stats_of(
     Only the code of missing elements and `log1p` of `transform` matter. Without `extremes`, `min` and `max`
     are found only if the statistics can be cached. With `sweep`, a device makes the pass if it can.
     """
-    code = transform.code(matrix.name, matrix.dtype)
+    code = code_in(matrix, transform)
     place = _place(matrix, axis, code, transform.log1p)
     found = None if place is None else _load(place, matrix.shape[1 - axis])
     if found is None:
@@ -341,6 +342,8 @@ def swept(
         steps, numbers = chain.steps, chain.numbers
     if log1p:
         steps, numbers = (*steps, ElementStep("log1p")), (*numbers, None)
+    if len(steps) > MAX_STEPS:
+        return None
 
     def transfer(matrix: Matrix, rows: Range, cols: Range, part: Array) -> None:
         try:

@@ -23,7 +23,7 @@ from oocgemm.planning.problem import Operand
 from oocgemm.planning.units import counted, parse_size
 from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING
-from oocgemm.stores.declared import AS_STORED, accepting
+from oocgemm.stores.declared import AS_STORED
 from oocgemm.stores.formats import OperandFacts, python_command
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import (
@@ -35,6 +35,7 @@ from oocgemm.stores.transformed import (
     TransformedMatrix,
     chain_of,
 )
+from oocgemm.stores.unpacked import accepting
 from oocgemm.system.resources import RECENT, available_memory
 
 # The name of a line, by the axis that numbers the lines.

@@ -25,15 +25,20 @@ GIVEN, STREAMED, IN_PANEL = "given", "streamed", "in_panel"
 class StepKind(NamedTuple):
     """A kind of step: what becomes of x, and whether it has a number u per row or column.
 
-    If a step is `deferred`, elements are not changed. Instead, C is corrected when it is finished.
+    If a step is `deferred`, elements are not changed. Instead, C is corrected when it is finished. Steps that
+    `decode` come first. For the other steps, what they make is the stored element.
     """
 
     formula: str
     has_numbers: bool = True
     deferred: bool = False
+    decodes: bool = False
 
 
 KINDS = {
+    "absent": StepKind("NaN where x is the constant; x elsewhere", has_numbers=False, decodes=True),
+    "unsigned": StepKind("x, plus the constant if x is below 0", has_numbers=False, decodes=True),
+    "unpack": StepKind("the first constant times x, plus the second one", has_numbers=False, decodes=True),
     "log1p": StepKind("log(1 + x)", has_numbers=False),
     "impute": StepKind("u where the stored element is the constant, or NaN if that is NaN; x elsewhere"),
     "center": StepKind("x - u"),
@@ -70,6 +75,10 @@ class ElementStep:
     def is_deferred(self) -> bool:
         """Whether C is corrected instead of elements."""
         return KINDS[self.kind].deferred
+
+    @property
+    def decodes(self) -> bool:
+        return KINDS[self.kind].decodes
 
     @property
     def in_panel(self) -> bool:

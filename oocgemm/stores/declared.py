@@ -48,12 +48,19 @@ class Declared:
         unsigned: whether stored integers are unsigned, although their dtype is signed.
         missing: stored numbers that stand for missing elements, in the array's dtype. NaN is left out, since
             it propagates.
+        partly: whether elements of several arrays, or computed ones, are beside packed ones.
     """
 
     scale: Any = 1
     offset: Any = 0
     unsigned: bool = False
     missing: tuple[Any, ...] = ()
+    partly: bool = False
+
+    @property
+    def packs(self) -> bool:
+        """Whether elements are not the numbers that are stored."""
+        return self.scale != 1 or self.offset != 0 or self.unsigned
 
     def joined(self, other: "Declared") -> "Declared":
         """Return the declaration of an array whose elements come from two arrays, this one and `other`."""
@@ -132,7 +139,7 @@ def _of_xarray(source: Any, dtype: np.dtype[Any]) -> Declared:
 
 def _of_dask(source: Any, dtype: np.dtype[Any]) -> Declared:
     """Return what the sources of a dask array declare; nothing if dask computes other numbers from them."""
-    found, left, seen = NOTHING, [source.name], set[str]()
+    found, left, seen, parts = NOTHING, [source.name], set[str](), 0
     graph = source.__dask_graph__()
     layers, needs = getattr(graph, "layers", {}), getattr(graph, "dependencies", {})
     while left:
@@ -142,11 +149,14 @@ def _of_dask(source: Any, dtype: np.dtype[Any]) -> Declared:
         seen.add(name)
         origin = f"original-{name}"
         if not needs[name] or needs[name] == {origin}:
+            parts += 1
             for array in _origins(layers[origin] if needs[name] else layers[name]):
                 found = found.joined(_cast(array, dtype))
         elif name.startswith(_MOVES):
             left.extend(needs[name])
-    return found
+        else:
+            parts += 1
+    return replace(found, partly=found.packs and parts > 1)
 
 
 def _cast(source: Any, dtype: np.dtype[Any]) -> Declared:
@@ -185,18 +195,6 @@ def _of_tensorstore(source: Any, dtype: np.dtype[Any]) -> Declared:
     return NOTHING
 
 
-def decoded(matrix: Matrix) -> Matrix:
-    """Return a view that refuses missing elements, or the matrix itself if it has no code for them.
-
-    Raises `InputError` if the numbers of the matrix are packed.
-    """
-    found: Declared = getattr(matrix, "declared", NOTHING)
-    if found == NOTHING:
-        return matrix
-    check_unpacked(matrix)
-    return CompleteMatrix(matrix, found.missing) if found.missing else matrix
-
-
 def check_unpacked(matrix: Matrix) -> None:
     """Raise `InputError` if a matrix is packed: its elements are not the numbers that it stores."""
     refuse_packed(place_of(matrix), getattr(matrix, "declared", NOTHING))
@@ -220,11 +218,6 @@ def refuse_packed(place: str, found: Declared) -> None:
 def place_of(matrix: Matrix) -> str:
     path = matrix.describe()["path"]
     return matrix.name if path is None else f"{matrix.name}: {str(path).removeprefix('file://')}"
-
-
-def accepting(matrix: Matrix, code: float | None) -> Matrix:
-    """Return a view of a matrix that accepts `code` in its elements. The caller replaces these elements."""
-    return matrix.accepting(code) if isinstance(matrix, CompleteMatrix) and code is not None else matrix
 
 
 class CompleteMatrix(View):

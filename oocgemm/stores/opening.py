@@ -44,7 +44,7 @@ from oocgemm.stores.base import (
 )
 from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.capabilities import SIDECAR, Resumable
-from oocgemm.stores.declared import Declared, decoded, refuse_packed
+from oocgemm.stores.declared import Declared, refuse_packed
 from oocgemm.stores.folded import FOLDED
 from oocgemm.stores.formats import OperandFacts, UnsupportedError
 from oocgemm.stores.genetics import BedFiles, GrmFiles
@@ -53,6 +53,7 @@ from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores, check_url
 from oocgemm.stores.sparse import SparseArrays
+from oocgemm.stores.unpacked import decoded
 from oocgemm.stores.zarr_matrix import ZarrArrays, ZarrPaths
 from oocgemm.system.installed import any_entry_point
 

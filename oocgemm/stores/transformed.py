@@ -9,14 +9,14 @@ has ones where genotypes are known.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isnan
+from math import isnan, nan
 from typing import Any, Self
 
 import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import MULTIPLIED
-from oocgemm.planning.elements import STREAMED, ElementStep
+from oocgemm.planning.elements import MAX_STEPS, STREAMED, ElementStep
 from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import in_float64, read_block
@@ -49,9 +49,14 @@ def apply(steps: Sequence[ElementStep], numbers: Sequence[Numbers], x: Array) ->
     `numbers` has the numbers of each step for the rows or columns of `x`. Overflows and invalid operations
     give Inf and NaN.
     """
-    missing = {i: is_missing(x, step.constants[0]) for i, step in enumerate(steps) if step.kind == "impute"}
+    decoding = sum(step.decodes for step in steps)
     with np.errstate(all="ignore"):
-        for i, (step, u) in enumerate(zip(steps, numbers, strict=True)):
+        for step in steps[:decoding]:
+            x = _FORMS[step.kind](x, step, None)
+        missing = {
+            i: is_missing(x, step.constants[0]) for i, step in enumerate(steps) if step.kind == "impute"
+        }
+        for i, (step, u) in list(enumerate(zip(steps, numbers, strict=True)))[decoding:]:
             if i in missing:
                 lost = positions(missing[i])
                 assert u is not None
@@ -64,12 +69,20 @@ def apply(steps: Sequence[ElementStep], numbers: Sequence[Numbers], x: Array) ->
 
 # The functions of all steps but `impute`, which needs to know the missing elements (`apply`).
 _FORMS: dict[str, Callable[[Array, ElementStep, Any], Array]] = {
+    "absent": lambda x, step, u: _set(x, x == step.constants[0], nan),
+    "unsigned": lambda x, step, u: np.add(x, step.constants[0], out=x, where=x < 0),
+    "unpack": lambda x, step, u: np.add(np.multiply(x, step.constants[0], out=x), step.constants[1], out=x),
     "log1p": lambda x, step, u: np.log1p(x, out=x),
     "center": lambda x, step, u: np.subtract(x, u, out=x),
     "scale": lambda x, step, u: np.multiply(x, u, out=x),
     "clip": lambda x, step, u: np.clip(x, *step.constants, out=x),
     "correct": lambda x, step, u: x,
 }
+
+
+def _set(x: Array, where: Array, value: float) -> Array:
+    np.copyto(x, value, where=where)
+    return x
 
 
 def is_missing(x: Array, code: float) -> Array:
@@ -135,6 +148,8 @@ class SteppedMatrix(ElementView):
     """
 
     purpose = "stored"
+    # Whether the steps decode stored elements, of which missing ones become NaN.
+    unpacks = False
 
     def __init__(
         self,
@@ -181,8 +196,8 @@ class SteppedMatrix(ElementView):
 
     @property
     def is_expandable(self) -> bool:
-        """Whether a GPU can do the steps: they are in float64, which complex elements do not fit."""
-        return self.source.dtype.kind != "c"
+        """Whether a GPU can do the steps: not too many, in float64, which complex elements do not fit."""
+        return self.source.dtype.kind != "c" and len(self.steps) <= MAX_STEPS
 
     def exact(self) -> "SteppedMatrix":
         """Return a view that also applies the deferred steps. It is in float64 if there are such steps."""
@@ -240,7 +255,7 @@ class ConvertedMatrix(SteppedMatrix):
     """
 
     def __init__(self, matrix: Matrix, dtype: np.dtype[Any]) -> None:
-        super().__init__(_representable(matrix), (), (), dtype)
+        super().__init__(representable(matrix), (), (), dtype)
 
     def on(
         self, matrix: Matrix, numbers: Sequence[Numbers] | None, dtype: np.dtype[Any] | None = None
@@ -271,7 +286,8 @@ class RepresentableMatrix(View):
             )
 
 
-def _representable(matrix: Matrix) -> Matrix:
+def representable(matrix: Matrix) -> Matrix:
+    """Return a view of a matrix that refuses int64 beyond the integers of float64."""
     checked = isinstance(matrix, RepresentableMatrix) or dtype_name(matrix.dtype) != "int64"
     return matrix if checked else RepresentableMatrix(matrix)
 
@@ -301,6 +317,12 @@ def as_multiplied(*matrices: Matrix) -> list[Matrix]:
     return [matrix if matrix.dtype == dtype else ConvertedMatrix(matrix, dtype) for matrix in matrices]
 
 
+def code_in(matrix: Matrix, transform: Transform) -> float | None:
+    """Return the code of missing elements in a matrix before a transform; None if there is no code."""
+    code, chain = transform.code(matrix.name, matrix.dtype), chain_of(matrix)
+    return nan if code is not None and chain is not None and chain.unpacks else code
+
+
 class TransformedMatrix(SteppedMatrix):
     """A read-only view of a matrix, with its elements transformed."""
 
@@ -318,7 +340,7 @@ class TransformedMatrix(SteppedMatrix):
         The product sums over `k_axis`, whose indices are called `lines` in messages: "rows" or "columns".
         """
         self.transform, self.k_axis, self.lines = transform, k_axis, lines
-        self.code = transform.code(matrix.name, matrix.dtype)
+        self.code = code_in(matrix, transform)
         found = transform.result(matrix.name, matrix.dtype)
         super().__init__(matrix, transform.steps(self.code, _AXES[k_axis]), numbers, dtype or found)
         for given in ("center", "scale", "impute"):

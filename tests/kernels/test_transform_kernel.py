@@ -112,6 +112,8 @@ GPU_KINDS = [
     ("float16", "float16", 1, 2, False),
     ("float64", "float16", 0, 2, True),
     ("int32", "float32", 1, 0, True),
+    ("int16", "float32", 1, 1, False),
+    ("uint8", "float64", 0, 0, False),
 ]
 
 
@@ -128,6 +130,51 @@ def test_the_kernel_computes_what_numpy_does(kind: tuple[str, str, int, int, boo
         launcher("expand", "expand", options)(grid, (256, 1, 1), *values, ctypes.c_void_p(out.ctypes.data))
 
     check(run, *kind)
+
+
+# Steps that decode elements come first. What they make of a missing element is imputed.
+DECODING = (
+    ElementStep("absent", constants=(3.0,)),
+    ElementStep("unsigned", constants=(256.0,)),
+    ElementStep("unpack", constants=(0.01, 273.15)),
+    ElementStep("log1p"),
+    ElementStep("impute", "cols", constants=(float("nan"),)),
+    ElementStep("center", "rows"),
+)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.parametrize(
+    ("stored", "result"), [("int8", "float64"), ("int16", "float32"), ("float32", "float64")]
+)
+def test_the_kernel_decodes_before_it_imputes(stored: str, result: str) -> None:
+    rng = np.random.default_rng(7)
+    x = panel(rng, (9, 12), stored)
+    fills, centers = rng.standard_normal(12), rng.standard_normal(9)
+    numbers = [None, None, None, None, fills, centers]
+    found = np.full(x.shape, 1, result)
+    elements = argument(DECODING, [0 if v is None else v.ctypes.data for v in numbers])
+    values = ctypes.c_void_p(x.ctypes.data), ctypes.c_longlong(9), ctypes.c_longlong(12), elements
+    kernel = launcher("expand", "expand", expand_options(stored, result, DECODING, 4))
+    kernel((1, 2, 1), (256, 1, 1), *values, ctypes.c_void_p(found.ctypes.data))
+    with np.errstate(all="ignore"):
+        expected = apply(DECODING, numbers, x.astype(np.float64)).astype(result)
+    lost = (x == 3) | np.isnan(x)
+    along = np.broadcast_to(fills - centers[:, None], x.shape)
+    np.testing.assert_allclose(expected[lost], along[lost], rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6 if result == "float32" else 1e-14)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.parametrize("stored", ["bool", "uint8", "int16", "uint16", "uint32"])
+def test_the_kernel_converts(stored: str) -> None:
+    x = (np.arange(96).reshape(8, 12) * 2654435761 % 2**32).astype(np.uint32).astype(stored)
+    for result in ("float32", "float64", "complex64"):
+        found = np.full(x.shape, 1, result)
+        values = ctypes.c_void_p(x.ctypes.data), ctypes.c_longlong(8), ctypes.c_longlong(12), Elements()
+        kernel = launcher("expand", "expand", expand_options(stored, result, (), 4))
+        kernel((1, 2, 1), (256, 1, 1), *values, ctypes.c_void_p(found.ctypes.data))
+        np.testing.assert_array_equal(found, x.astype(result))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", *slow(("sm_75",), ("sm_100",))])

@@ -77,7 +77,7 @@ def test_arrays_that_are_no_matrices_are_refused(values: Any, message: str) -> N
 
 
 @each_value
-@pytest.mark.parametrize("dtype", ["?", "<i4", ">u2", "i8"])
+@pytest.mark.parametrize("dtype", ["<u8", ">u8"])
 @pytest.mark.parametrize("options", [{}, {"chunks": (7, 20), "compression": "gzip"}])
 def test_the_command_that_converts_a_dataset_works(dtype: str, options: dict[str, Any]) -> None:
     with h5py.File("a.h5", "w") as file:
@@ -85,24 +85,9 @@ def test_the_command_that_converts_a_dataset_works(dtype: str, options: dict[str
     with pytest.raises(InputError) as raised:
         oocgemm.matmul("a.h5::/x y", A.T, backend="host")
     made, b = obeyed(str(raised.value), "a.h5::/x y", A.T)
-    assert made.startswith("a-float")
+    assert made.startswith("a-float64")
     values = A.astype(dtype).astype(made[2:-5])
     np.testing.assert_array_equal(oocgemm.matmul(made, b, backend="host"), values @ A.T.astype(values.dtype))
-
-
-@pytest.mark.parametrize(("name", "value"), [("scale_factor", 0.1), ("add_offset", 273.15)])
-def test_packed_numbers_of_netcdf_are_refused(name: str, value: float) -> None:
-    address = write(Path("a.nc"), A.astype("i1"))
-    with h5py.File("a.nc", "r+") as file:
-        file["x"].attrs[name] = value
-    assert f"has the attribute {name} = {value}, so its numbers are packed: unpack it" in refusal(address)
-
-
-def test_unsigned_numbers_of_netcdf_are_refused() -> None:
-    address = write(Path("a.nc"), A.astype("i1"))
-    with h5py.File("a.nc", "r+") as file:
-        file["x"].attrs["_Unsigned"] = "true"
-    assert "has the attribute _Unsigned" in refusal(address)
 
 
 def test_elements_in_other_files_are_refused() -> None:

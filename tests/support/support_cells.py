@@ -140,6 +140,9 @@ def _stored(cell: Cell, folder: Path, name: str, array: Array, stack: ExitStack)
     if cell.operand == "sparse":
         return str(stored(folder, f"{name}.h5ad", array, "csr"))
     options: Any = {} if cell.operand == "compressed" else {"compressors": None}
+    if cell.operand == "packed":
+        array = (2 * (array - 1)).astype("int16")
+        options["attributes"] = {"scale_factor": 0.5, "add_offset": 1.0}
     zarr.create_array(folder / f"{name}.zarr", data=array, chunks=(8, 8), **options)
     if cell.operand == "remote":
         return f"{stack.enter_context(web_server(folder))}/{name}.zarr"

@@ -255,9 +255,11 @@ def _moments(memory: Memory, macros: Macros, pointers: list[int], *, axis: int) 
 
     def run() -> None:
         wide = x.astype(np.float64)
+        first = sum(step.decodes for step in chain)
+        wide = apply(chain[:first], numbers[:first], wide)
         lost = {"0": np.zeros(x.shape, bool), "1": wide == code, "2": np.isnan(wide)}[macros["OOC_MISSING"]]
         with np.errstate(all="ignore"):
-            wide = apply(chain, numbers, wide)
+            wide = apply(chain[first:], numbers[first:], wide)
             for part in range(count):
                 at = slice(part * size[1], min(size[0], (part + 1) * size[1]))
                 here = (at, slice(None)) if axis == 0 else (slice(None), at)
