@@ -26,9 +26,6 @@ from rich.segment import Segment
 from rich.table import Table
 
 from oocgemm.cli.process import print_note
-from oocgemm.cli.queue import ID_LENGTH, SHORT
-from oocgemm.kernels.tuning import Tuning
-from oocgemm.machine.kernel_bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Calibration, Plan
 from oocgemm.planning.cost.machine import LINKS, calibrated_rates
 from oocgemm.planning.partition import Partition
@@ -37,7 +34,7 @@ from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.reports.charts import gantt, unit_gantt
 from oocgemm.reports.sections import HEAD, heading, labels, summary
 from oocgemm.reports.sections import row as row_of
-from oocgemm.service.protocol import State
+from oocgemm.service.protocol import ID_LENGTH, SHORT, State
 from oocgemm.system.text import LINES, plain
 from oocgemm.timeline import Report, Timeline, in_place, same_product
 from oocgemm.timeline.activities import COMPUTE, lanes_of
@@ -45,6 +42,7 @@ from oocgemm.timeline.metrics import Distribution
 
 if TYPE_CHECKING:
     from oocgemm.jobs.verify import Verification
+    from oocgemm.kernels.tuning import Tuning
 
 SELDOM = 10.0  # seconds between progress lines if stderr is not a terminal
 
@@ -245,6 +243,8 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     )
     if "not_counted" in result:
         out.print(f"\nno counters of the device: {escape(result['not_counted'])}", soft_wrap=True)
+    from oocgemm.machine.kernel_bench import AGAINST, BY_NCU, against
+
     counted = table_of("\ncounted", "product", "kernel", *AGAINST, left=range(3))
     for row in (row for row in rows if "ncu" in row):
         counted.add_row(row["dtype"], _product_of(row), row["kernel"], *against(row))
@@ -262,7 +262,7 @@ def _product_of(row: dict[str, Any]) -> str:
     return "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
 
 
-def print_tuning(tuning: Tuning, path: str) -> None:
+def print_tuning(tuning: "Tuning", path: str) -> None:
     """Print the rates of kernels per dtype and class of shapes, the fastest first."""
     out = console()
     table = table_of("dtype", "class", "kernel", "TFLOP/s", "parameters")

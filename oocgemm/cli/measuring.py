@@ -20,7 +20,7 @@ from oocgemm.cli.display import (
 )
 from oocgemm.cli.parameters import PRODUCT, option
 from oocgemm.cli.process import JSON, print_json, taking
-from oocgemm.cli.queue import SERVICE, SHORT, JobId, find
+from oocgemm.cli.queue import SERVICE, JobId, find
 from oocgemm.jobs.prepare import budgets_of
 from oocgemm.kernels import RUNGS, tuning
 from oocgemm.machine import info as system
@@ -31,6 +31,7 @@ from oocgemm.planning import OPERANDS
 from oocgemm.reports.charts import roofline_of
 from oocgemm.reports.exports import check_writable, export, writing
 from oocgemm.service.client import Client
+from oocgemm.service.protocol import SHORT
 from oocgemm.system import cache
 from oocgemm.system.text import plain
 from oocgemm.timeline import Timeline, damage, read_log, same_product

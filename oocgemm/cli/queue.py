@@ -16,11 +16,9 @@ from click.shell_completion import CompletionItem
 from oocgemm.cli.process import EXIT_FAILED, JSON, exit_code, print_error, print_json, print_note, taking
 from oocgemm.errors import InputError, OocGemmError
 from oocgemm.service.client import Client, Job
-from oocgemm.service.protocol import ACTIVE, FINAL, State, UnknownJobError
+from oocgemm.service.protocol import ACTIVE, FINAL, ID_LENGTH, SHORT, State, UnknownJobError
 from oocgemm.system.text import LINES, plain
 
-# Number of characters of an id, and minimum number of its last characters that lists show.
-ID_LENGTH, SHORT = 26, 6
 LAST = "last"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # Maximum number of ids that the shell offers as completions.

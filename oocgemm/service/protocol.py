@@ -11,6 +11,9 @@ from enum import StrEnum
 from oocgemm.errors import BudgetError, InputError, OocGemmError
 from oocgemm.values import dataclass
 
+# Number of characters of an id, and minimum number of its last characters that lists show.
+ID_LENGTH, SHORT = 26, 6
+
 
 class State(StrEnum):
     """The state of a job."""
