@@ -342,6 +342,8 @@ class Run:
         self._started = started
         self._mirrored = plan.grid.cover.mirrored
         self._in_place = plan.in_place
+        # Operands whose Reads and Writes do nothing. Writes of a Gram matrix in place mirror it.
+        self._stays = self._in_place - ({"C"} if self._mirrored else set())
         # Operands whose blocks go between pageable memory, or a file, and the device. The thread that submits
         # an operation on such a block is busy until the copies of the block have been issued.
         self._pageable = {x for x in "ABC" if plan.slots.streams(x) and not plan.is_direct(x)}
@@ -628,9 +630,9 @@ class Run:
             if token.times is None:
                 token.synchronize()
         reading = operation.kind is Kind.READ
-        in_place = operation.operand in self._in_place
+        stays = operation.operand in self._stays
         columns: Sequence[Array] = []  # stays empty if the panel or the result is in the caller's memory
-        if not in_place:
+        if not stays:
             region = (operation.writes if reading else operation.reads)[0]
             # If device and host share one memory, Reads and Writes use the device slots directly.
             if region.slot.tier is Tier.HOST:
@@ -641,9 +643,9 @@ class Run:
         start, passed = perf_counter_ns(), True
         if self._verifier is not None:
             passed = self._verifier.transfer(self._staging, operation, columns)
-        elif not in_place:
+        elif not stays:
             self._staging.transfer(operation, columns)
-        token = DoneToken((start, perf_counter_ns()), 0 if in_place else None)
+        token = DoneToken((start, perf_counter_ns()), 0 if operation.operand in self._in_place else None)
         if self._finished is not None and not reading and passed:
             self._count_written(operation, self._finished)
         return token

@@ -397,6 +397,9 @@ class Transfers:
         below = mirrored(self._plan, operation, blocks)
         turned = self._way(operation.operand, reading=False, copied=True)
         work = self._parts(turned, below, self._write_adjoint)
+        if operation.operand in self._plan.in_place:
+            self._run(turned, work)
+            return
         write = self._write_triangle if self._plan.problem.triangle else self.write_part
         self._run(way, self._parts(way, trimmed(self._plan, operation, blocks), write) + work)
 

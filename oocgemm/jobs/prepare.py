@@ -605,10 +605,12 @@ def _plan(
     else:
         of_c, pinned = existing.layout, _is_pinned(existing, engine)
     created = existing is None if output.resumed is None else output.resumed.header["created"]
-    in_c = of_c.in_place and in_place and request.into.in_place
+    # The other triangle of a Gram matrix is written in place, after the one that is computed.
+    mirrored = problem.cover.mirrored and problem.halves_diagonal
+    in_c = of_c.in_place and in_place and request.into.in_place and (mirrored or not problem.b.shares)
     of_c = of_c.changed(
         writing=replace(of_c.writing, existing=not created),
-        in_place=in_c and not (problem.finishes or problem.b.shares),
+        in_place=in_c and not problem.finishes,
         # Strips that are transposed pass through the ring. So do strips of C if
         # strips of D are loaded.
         pinned=pinned and not (problem.cover.mirrored or problem.sink.merges),

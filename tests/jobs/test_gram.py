@@ -366,3 +366,21 @@ def test_the_product_that_loads_kernels_stays_in_the_slots(monkeypatch: pytest.M
         x = operand((1300, 20), "float16")
         check(oocgemm.gram(x, backend="cuda").out, x, "lower")
     assert len(loads) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("tile", [None, "70x70x30"])
+def test_c_in_memory_is_computed_and_mirrored_in_place(dtype: str, tile: str | None) -> None:
+    """C is a part of a wider array, whose other elements stay as they are."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-4, 5, (200, 90)).astype(dtype)
+    wide = rng.integers(-4, 5, (200, 210)).astype(dtype)
+    old, c = wide.copy(), wide[:, 5:205]
+    run = oocgemm.gram(x, c, alpha=3, beta=2, tile=tile, backend="host")
+    assert "C" in run.plan.in_place
+    lower = np.tril(old[:, 5:205])
+    np.testing.assert_array_equal(c, 3 * x @ x.T + 2 * (lower + np.tril(lower, -1).T))
+    np.testing.assert_array_equal(np.delete(wide, range(5, 205), 1), np.delete(old, range(5, 205), 1))
+    c[...] = np.nan
+    oocgemm.gram(x, c, tile=tile, backend="host")
+    np.testing.assert_array_equal(c, x @ x.T)

@@ -258,7 +258,7 @@ class TileKinds:
         download, write = prices.download(height, n), prices.write(height, n)
         staged = prices.staged("C", height, n)
         if mirrored:
-            write += prices.write(height, mirrored)
+            write += prices.mirror(height, mirrored)
             if self._slots.streams("C"):
                 download += prices.download(mirrored, height)
                 staged += prices.staged("C", mirrored, height)

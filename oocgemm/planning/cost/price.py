@@ -143,6 +143,12 @@ class Prices:
             self._multiply[key] = self._multiply_seconds(*key)
         return self._multiply[key]
 
+    def mirror(self, rows: int, cols: int) -> float:
+        """Return the seconds in which the transpose of a block of C is written."""
+        if self._routes["C"].layout.in_place:
+            return self.bytes("C", rows, cols) / self.setting.machine.memory
+        return self.write(rows, cols)
+
     def _multiply_seconds(self, rows: int, of_rows: int, n: int, k: int) -> float:
         problem, machine = self.setting.problem, self.setting.machine
         if not k:
