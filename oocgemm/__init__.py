@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from oocgemm.stores.transform import Transform
     from oocgemm.timeline import Report, Timeline, read_log, report
     from oocgemm.verbs.correlation import corr, cov
+    from oocgemm.verbs.distances import distances
     from oocgemm.verbs.gemm import gemm, gram, matmul, plan, plan_gram
     from oocgemm.verbs.kernel_matmul import kernel_matmul
     from oocgemm.verbs.ld_scores import LDScores, ld_scores
+    from oocgemm.verbs.neighbors import Nearest, neighbors
     from oocgemm.verbs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, reduce
     from oocgemm.verbs.relationship import Relationships, grm
@@ -67,6 +69,7 @@ __all__ = [
     "Job",
     "LDScores",
     "MatVec",
+    "Nearest",
     "Neighbors",
     "NotFoundError",
     "OocGemmError",
@@ -96,12 +99,14 @@ __all__ = [
     "as_matrix",
     "corr",
     "cov",
+    "distances",
     "gemm",
     "gram",
     "grm",
     "kernel_matmul",
     "ld_scores",
     "matmul",
+    "neighbors",
     "pca",
     "plan",
     "plan_gram",
@@ -134,9 +139,11 @@ _HOMES = {
     "stores.transform": ("Transform",),
     "timeline": ("Report", "Timeline", "read_log", "report"),
     "verbs.correlation": ("corr", "cov"),
+    "verbs.distances": ("distances",),
     "verbs.gemm": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "verbs.kernel_matmul": ("kernel_matmul",),
     "verbs.ld_scores": ("LDScores", "ld_scores"),
+    "verbs.neighbors": ("Nearest", "neighbors"),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "reduce"),
     "verbs.relationship": ("Relationships", "grm"),

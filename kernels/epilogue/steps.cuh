@@ -49,9 +49,16 @@ __device__ inline double gaussian(double c, const step_t& s, long long i, long l
     return exponential(d2 < 0 ? 0 : -s.value * d2, OOC_ACCUMULATED(0));
 }
 
+__device__ inline double distance(double c, const step_t& s, long long i, long long j, double) {
+    const double d2 = s.rows[i] + s.cols[j] - 2 * c;
+    return d2 < 0 ? 0 : s.value * d2;
+}
+
+__device__ inline double root(double c, const step_t&, long long, long long, double) { return sqrt(c); }
+
 // Rows of op(A) and columns of op(B) that are equal have the same number. NaN stays NaN.
 __device__ inline double identical(double c, const step_t& s, long long i, long long j, double) {
-    return s.rows[i] == s.cols[j] && c == c ? 1 : c;
+    return s.rows[i] == s.cols[j] && c == c ? s.value : c;
 }
 
 __device__ inline double squared(double c, const step_t& s, long long, long long, double) {

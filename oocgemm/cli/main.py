@@ -35,6 +35,7 @@ _OWN = {
         "Compute Pearson's correlation coefficients of the rows of X, or of its rows with those of Y.",
     ),
     "cov": ("statistics:cov", "Compute covariances of the rows of X, and store them."),
+    "distances": ("statistics:distances", "Compute the distance of each row of X to each row of X, or of Y."),
     "gram": (
         "products:gram",
         "Multiply X and its conjugate transpose, and store the product in C.",
@@ -46,6 +47,7 @@ _OWN = {
     "hold": ("queue:hold", "Keep queued jobs from starting, until `oocgemm release`."),
     "info": ("measuring:info", "Show what is installed, how fast it is, and what is missing."),
     "logs": ("queue:logs", "Show what a job has printed."),
+    "neighbors": ("statistics:neighbors", "Find the nearest rows of X, or of Y, to each row of X."),
     "pause": ("queue:pause", "Stop running jobs so that other jobs can run."),
     "pca": ("statistics:pca", "Find the principal components of X, by one read of X where that is faster."),
     "plan": ("products:plan", "Show how a product would be computed."),

@@ -115,6 +115,32 @@ def similarity(e: str, out: str, **options: Any) -> None:
     run_product(partial(find_similar, e), out, _given(e, options), **options)
 
 
+@verb_command("neighbors", "x", "out")
+def neighbors(x: str, out: str, **options: Any) -> None:
+    """Find the nearest rows of X, or of Y, to each row of X.
+
+    OUT is the path of a new zarr group. With --topk, it gets the arrays `indices`, of row numbers, and
+    `distances`, with a row for each row of X, the nearest first. With --radius, it gets a sparse matrix in
+    CSR format: `indptr`, `indices` and `distances`.
+
+    Example: oocgemm neighbors X.zarr nearest.zarr --topk 10
+    """
+    if not options["dry_run"]:
+        check_saving(out, x, options["topk"])
+    run_product(partial(oocgemm.neighbors, x), out, _given(x, options), **options)
+
+
+@verb_command("distances", "x", "out")
+def distances(x: str, out: str, **options: Any) -> None:
+    """Compute the distance of each row of X to each row of X, or of Y.
+
+    OUT is the path of a zarr array or of a .npy file.
+
+    Example: oocgemm distances X.zarr D.zarr --y Y.zarr
+    """
+    run_product(partial(oocgemm.distances, x, out), out, _given(x, options), **options)
+
+
 @verb_command("grm", "x", "out")
 def grm(x: str, out: str, quiet: bool, dry_run: bool, **options: Any) -> None:
     """Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.

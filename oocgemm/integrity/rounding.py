@@ -315,7 +315,11 @@ class RoundedElements:
         # Squared distances are those of the elements before they were rounded.
         self._elements = 0.0 if problem.exact else 2 * float(limits_of(problem.a_dtype).eps)
         self._distance = np.inf
-        if problem.measures_distances and not OPERANDS[problem.compute]:
+        if (
+            problem.measures_distances
+            and problem.epilogue[0].kind == "gaussian"
+            and not OPERANDS[problem.compute]
+        ):
             self._distance = DISTANCE_ERROR / problem.epilogue[0].value
         self._exp_error = (4 - np.log(tiny)) * float(np.finfo(wide).eps) / 2
 
@@ -368,14 +372,18 @@ class RoundedElements:
                 low, high = _sorted(low / d, high / d)
             case "divide_or_zero":
                 low, high = (np.where(d == 0, 0, x) for x in _sorted(low / d, high / d))
-            case "gaussian":
+            case "gaussian" | "distance":
                 low, high = (np.maximum(u + v - 2 * x, 0) for x in (high, low))
                 rounded = np.minimum(self._elements * (u + v), self._distance)
                 low, high = _widened(low, high, 0, STEP_ERROR * DOUBLE * (u + v) + rounded)
+                if step.kind == "distance":
+                    return _sorted(step.value * np.maximum(low, 0), step.value * high)
                 low, high = np.exp(-step.value * high), np.exp(-step.value * low)
                 return _widened(low, high, self._exp_error, self._tiny)
+            case "root":
+                low, high = (np.sqrt(np.maximum(x, 0)) for x in found)
             case "identical":
-                return tuple(np.where((u == v) & ~np.isnan(x), 1, x) for x in found)  # type: ignore[return-value]
+                return tuple(np.where((u == v) & ~np.isnan(x), step.value, x) for x in found)  # type: ignore[return-value]
             case "squared":
                 low, high = _sorted(low * low, high * high)
                 low = np.where((found[0] < 0) & (found[1] > 0), 0, low)

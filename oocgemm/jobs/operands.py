@@ -211,33 +211,50 @@ def tile_of(value: TileShape | str | None, problem: GemmProblem) -> TileShape | 
 def centered(
     problem: GemmProblem, a: Matrix, b: Matrix, request: Request
 ) -> tuple[GemmProblem, Matrix, Matrix]:
-    """Return a product and its operands, less a common center if the epilogue begins with a Gaussian.
+    """Return a product and its operands, less a common center if the epilogue begins with distances.
 
     Rows of op(A) and columns of op(B) are multiplied in float32, or in float64 if that is not enough. C's
     dtype does not change. Products of int8 are exact, and returned as they are. Raises `InputError` if rows
     lie so far apart that float64, or the arithmetic `compute`, rounds too much.
     """
-    if not problem.epilogue or problem.epilogue[0].kind != "gaussian" or problem.exact or not problem.depth:
+    if not problem.measures_distances or problem.exact or not problem.depth:
         return problem, a, b
     same, memory = a is b, memory_of(request)
     a = readable(a, memory)
     sides = [(a, int(not problem.trans_a.swaps))]
     if not same:
         sides.append((readable(b, memory), int(problem.trans_b.swaps)))
-    found = [stats_of(x, 1 - k_axis, Transform(missing=np.nan), memory) for x, k_axis in sides]
-    center = _center(found)
+    found, center = _mean(sides, memory)
     # Whether the rows of op(A), and the columns of op(B), are columns of the arrays that the user passed.
     columns = op_of("trans_a", request.a.op).swaps, not op_of("trans_b", request.b.op).swaps
     dtype = _dtype(problem, sides, found, center, memory, [("row", "column")[each] for each in columns])
     if dtype == "float64" and problem.compute in ("tf32", "bf16"):
         raise InputError(
-            f"compute = {problem.compute!r} rounds rows, and gamma = {problem.epilogue[0].value} needs their "
-            "distances from products in float64: drop compute"
+            f"compute = {problem.compute!r} rounds rows, and {_purpose(problem)} needs their distances from "
+            "products in float64: drop compute"
         )
     moved = [_moved(x, k_axis, center, dtype) for x, k_axis in sides]
     wide = replace(problem, a=replace(problem.a, dtype=dtype), b=replace(problem.b, dtype=dtype))
     wide = wide.with_sums(dtype)
     return wide, moved[0], moved[-1]
+
+
+def _purpose(problem: GemmProblem) -> str:
+    first = problem.epilogue[0]
+    return f"gamma = {first.value}" if first.kind == "gaussian" else "the result"
+
+
+def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> list[Array]:
+    """Return |x - c|^2 for each row x of op(A) and each column of op(B), for their common mean c."""
+    sides = [(a, int(not problem.trans_a.swaps)), (b, int(problem.trans_b.swaps))]
+    _, center = _mean(sides, memory)
+    return [_norms(x, k_axis, center, memory) for x, k_axis in sides]
+
+
+def _mean(sides: list[tuple[Matrix, int]], memory: int) -> tuple[list[Stats], Array]:
+    """Return statistics along k of each side, and the mean of all rows."""
+    found = [stats_of(x, 1 - k_axis, Transform(missing=np.nan), memory) for x, k_axis in sides]
+    return found, _center(found)
 
 
 def _center(found: list[Stats]) -> Array:
@@ -274,6 +291,11 @@ def _dtype(
         if limit and max(sizes) <= limit:
             return dtype
     side = int(np.argmax(sizes))
+    if problem.epilogue[0].kind == "distance":
+        raise InputError(
+            f"{lines[side]} {norms[side].argmax()} of {sides[side][0].name} has elements so large that its "
+            f"squared distances overflow float64: multiply all {lines[side]}s by 2.0**-400"
+        )
     gamma, eps = problem.epilogue[0].value, float(np.finfo(np.float64).eps)
     size = sizes[side] if sizes[side] <= MAX_SQUARE else np.inf
     smaller = f", or pass a gamma of at most {0.9 * MAX_ERROR / eps / size:.2g}" if size < np.inf else ""
@@ -289,6 +311,8 @@ def _dtype(
 def _limit(problem: GemmProblem, dtype: str) -> float:
     """Return the largest squared norm of rows that can be multiplied in a dtype; 0 if none can."""
     gamma, limits = problem.epilogue[0].value, np.finfo(dtype)
+    if problem.epilogue[0].kind == "distance":  # distances that are stored need float64
+        return float(limits.max) / 16 if gamma < 0 or dtype == "float64" else 0.0
     if dtype == "float32" and gamma * problem.depth * float(limits.tiny) > MAX_ERROR:  # may underflow
         return 0.0
     scale = gamma * float(limits.eps)
@@ -408,14 +432,19 @@ def _multiplied(x: Matrix, source: Source, *, left: bool) -> tuple[Matrix, Op]:
     op = op_of("trans_a" if left else "trans_b", source.op)
     if source.standardize:
         return by_rows(_standardized(x, source, op, left=left), None, op, left=left)
+    x = _kept(x, source, op, left=left)
     return by_rows(x, source.transform, op, left=left and not source.of_lines)
+
+
+def _kept(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
+    """Return the rows of op(A), or the columns of op(B), that are used."""
+    return x if source.kept is None else KeptMatrix(x, int(left == op.swaps), source.kept)
 
 
 def _standardized(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
     """Return an operand with the rows of op(A), or the columns of op(B), transformed and standardized."""
-    axis, kept = int(left == op.swaps), source.kept
-    x = x if kept is None else KeptMatrix(x, axis, kept)
-    return standardized(transformed(x, source.transform, op, left=left), source.standardize, axis)
+    x = transformed(_kept(x, source, op, left=left), source.transform, op, left=left)
+    return standardized(x, source.standardize, int(left == op.swaps))
 
 
 def _open_selection(

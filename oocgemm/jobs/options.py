@@ -71,6 +71,7 @@ Devices = str | Sequence[int]  # "all", "0,1" or [0, 1]
 
 # The values of some options.
 METRICS = ("cosine", "dot")
+DISTANCES = ("euclidean", "sqeuclidean", "cosine")
 CONSTANT = ("nan", "drop", "raise")
 GRM_METHODS = ("gcta", "vanraden")
 PCA_METHODS = ("auto", "exact", "randomized")
@@ -655,6 +656,44 @@ class ComparisonOptions(_Second, _Compared, SimilarityOptions, total=False):
 
 class SimilarityArguments(_Similar, ComparisonOptions, total=False):
     """All options of `oocgemm.similarity`."""
+
+
+class _Metric(TypedDict, total=False):
+    metric: Annotated[
+        str,
+        Option(
+            "The distance of two rows. euclidean: |x - y|. sqeuclidean: its square. cosine: 1 minus the "
+            "cosine of their angle; 1 for a zero row.",
+            default=DISTANCES[0],
+            choices=DISTANCES,
+        ),
+    ]
+
+
+class DistancesArguments(_Second, _Metric, CorrelationOptions, total=False):
+    """All options of `oocgemm.distances`."""
+
+
+class NeighborsArguments(_Second, _Metric, SimilarityOptions, total=False):
+    """All options of `oocgemm.neighbors`."""
+
+    topk: Annotated[
+        int | None,
+        Option("Find this many nearest rows for each row, such as 10.", "At most 2040 on cuda.", metavar="N"),
+    ]
+    radius: Annotated[
+        float | None,
+        Option("Find all rows at a distance of at most this number, such as 0.5.", metavar="NUMBER"),
+    ]
+    exclude_self: Annotated[
+        bool,
+        Option(
+            "Do not count a row as its own neighbor.",
+            "With {y}, no row is left out.",
+            True,
+            flags=(("--include-self", "Also compare each row with itself."),),
+        ),
+    ]
 
 
 class _Correlated(TypedDict, total=False):

@@ -42,13 +42,16 @@ from oocgemm.jobs.steps import (
     Add,
     Coefficients,
     Correlation,
+    Distance,
     Divide,
     Epilogue,
     Gaussian,
     RankOne,
+    Root,
     Scale,
     Squared,
     Within,
+    marks_equal,
     vector_of,
 )
 from oocgemm.jobs.streaming import SCRATCH, Moments, moments, reduced
@@ -635,7 +638,7 @@ def epilogue_numbers(
                 found.append(
                     (vector_of(step.rows, problem.m, "rows"), vector_of(step.cols, problem.n, "cols"))
                 )
-            case Add() | Divide() | Squared():
+            case Add() | Divide() | Root() | Squared():
                 found.append((None, None))
             case Within():
                 found.append((np.arange(problem.m, dtype=float), np.arange(problem.n, dtype=float)))
@@ -647,8 +650,10 @@ def epilogue_numbers(
                     cols = inverse_norms(b, problem.trans_b, memory, step.instead, right=step.right)
                 check_range(problem, rows, cols)
                 found.append((rows, cols))
-            case Gaussian():
+            case Gaussian() | Distance():
                 rows = squares(a, int(not problem.trans_a.swaps), memory)
                 cols = rows if b is a else squares(b, int(problem.trans_b.swaps), memory)
-                found += [(rows, cols), identities(problem, a, b, memory)]
+                found.append((rows, cols))
+                if marks_equal(step):
+                    found.append(identities(problem, a, b, memory))
     return tuple(found)

@@ -116,6 +116,30 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
+class Distance:
+    """Replace C by ``factor |x - y|^2`` for each row x of op(A) and column y of op(B), as `Gaussian` does.
+
+    If `factor` is negative, distances are only compared: products in the accumulator's dtype suffice.
+    Otherwise they are computed in float64, and distances of equal vectors are 0.
+    """
+
+    factor: float = 1.0
+
+    @property
+    def step(self) -> Step:
+        return Step("distance", True, True, self.factor)
+
+
+@dataclass(frozen=True)
+class Root:
+    """Replace elements of C by their square roots."""
+
+    @property
+    def step(self) -> Step:
+        return Step("root")
+
+
+@dataclass(frozen=True)
 class Squared:
     """Replace a correlation r by ``r^2 - bias (1 - r^2)``: its square, without the bias of a sample."""
 
@@ -146,7 +170,7 @@ class Cast:
 
 # The steps that callers pass, and those that verbs add.
 EpilogueStep = Scale | RankOne | Add | Divide | Correlation | Gaussian | Cast
-AnyStep = EpilogueStep | Squared | Within
+AnyStep = EpilogueStep | Distance | Root | Squared | Within
 Epilogue = Sequence[AnyStep]
 
 
@@ -185,9 +209,14 @@ def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> Gemm
             f"C has dtype {dtype}, and an epilogue gives floating-point numbers: pass out_dtype='float64'"
         )
     chain = [_step(step, problem, f"epilogue[{number}]") for number, step in enumerate(steps)]
-    if isinstance(steps[0], Gaussian):
-        chain.insert(1, Step("identical", True, True))
+    if marks_equal(steps[0]):
+        chain.insert(1, Step("identical", True, True, float(isinstance(steps[0], Gaussian))))
     return replace(problem, sink=replace(problem.sink, dtype=dtype, epilogue=tuple(chain)))
+
+
+def marks_equal(step: AnyStep) -> bool:
+    """Return whether a step gives an exact result for equal vectors, which takes a further step."""
+    return isinstance(step, Gaussian) or (isinstance(step, Distance) and step.factor > 0)
 
 
 def _check(problem: GemmProblem, given: Epilogue) -> None:
@@ -221,7 +250,7 @@ def _check(problem: GemmProblem, given: Epilogue) -> None:
 
 def _check_derived(problem: GemmProblem, steps: Epilogue) -> None:
     """Raise `InputError` if a step that uses norms of the operands would not get their product."""
-    name = next((type(x).__name__ for x in steps if isinstance(x, Correlation | Gaussian)), None)
+    name = next((type(x).__name__ for x in steps if isinstance(x, Correlation | Gaussian | Distance)), None)
     if name is None:
         return
     why = f"{name} combines the product of a row and a column with their norms"
@@ -230,7 +259,7 @@ def _check_derived(problem: GemmProblem, steps: Epilogue) -> None:
             f"alpha = {problem.alpha} and beta = {problem.beta}, but {why}: pass alpha = 1 and beta = 0, and "
             "a Scale or an Add as a later step"
         )
-    if any(isinstance(x, Correlation | Gaussian) for x in steps[1:]):
+    if any(isinstance(x, Correlation | Gaussian | Distance) for x in steps[1:]):
         raise InputError(
             f"{name} is not the first step, but {why}: make it the first step, and the only such step"
         )
@@ -252,7 +281,7 @@ def _step(given: AnyStep, problem: GemmProblem, name: str) -> Step:
             return Step("divide_or_zero" if isinstance(given, DivideOrZero) else "divide")
         case Correlation():
             return Step("correlation", True, True)
-        case Squared() | Within():
+        case Distance() | Root() | Squared() | Within():
             return given.step
         case Gaussian():
             gamma = given.gamma

@@ -134,6 +134,8 @@ VERBS: Mapping[str, Verb] = {
     "corr": Verb(),
     "cov": Verb(),
     "similarity": Verb(),
+    "neighbors": Verb(),
+    "distances": Verb(),
     "grm": Verb(),
     "pca": Verb(frozenset({"passes"})),
     "kernel_matmul": Verb(),

@@ -30,9 +30,10 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.integrity.freivalds import MIN_PIECE, Check, CheckedProduct, check_chained, cut, hull
 from oocgemm.integrity.passes import PIECE, Oriented, Passes
 from oocgemm.integrity.rounding import BOUNDS, FALSE_ALARM
-from oocgemm.integrity.samples import SampledResult, Samples, read
+from oocgemm.integrity.samples import SampledResult, Samples
 from oocgemm.jobs.operands import op_of, problem_of
 from oocgemm.jobs.options import Operand, Size, Transpose
+from oocgemm.jobs.pairs import cosines
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.request import Chain, Selection
 from oocgemm.jobs.resume import check_complete, recorded_uplo
@@ -43,18 +44,13 @@ from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.sinks import AtLeast
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import parse_size
-from oocgemm.stores import Array, Collecting, Matrix
+from oocgemm.stores import Collecting, Matrix
 from oocgemm.stores.base import MirroredMatrix, ReadError, Retries
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import as_multiplied, chain_of
 from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel
 from oocgemm.values import dataclass
-
-# Maximum number of columns that are read at a time, and of products of elements that are computed at a time.
-DEPTH, PRODUCTS = 1 << 14, 1 << 20
-# Rows in the same range of this many rows are read together, if chunks have fewer rows.
-BAND = 32
 
 
 def check_result(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
@@ -187,74 +183,13 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
     )
     with reading_again(retries, cancel) as check_cancelled:
         memory = memory_of(job.request) // 4
-        exact[once] = _cosines(left, right, rows[once], cols[at[once]], memory, check_cancelled)
+        exact[once] = cosines(left, right, rows[once], cols[at[once]], memory, check_cancelled)
     if mirrored.any():
         again = np.flatnonzero(mirrored)
         pairs = np.flatnonzero(~mirrored & (cols[at] != rows))
         exact[again[np.lexsort((rows[again], cols[at[again]]))]] = exact[pairs]
     least = (np.abs(exact) if selection.absolute else exact) >= selection.threshold
     found.settle(at, exact, least)
-
-
-def _cosines(
-    left: Oriented, right: Oriented, rows: Array, cols: Array, memory: int, report: Callable[[], None]
-) -> Array:
-    """Return the cosine of row `rows[i]` of `left` and row `cols[i]` of `right`, for each i.
-
-    `rows` is ascending. The function uses about `memory` bytes, and calls `report` often.
-    """
-    depth = left.shape[1]
-    width = max(1, min(DEPTH, depth))
-    lines = max(1, memory // (16 * width))  # of each matrix
-    found = np.empty(len(rows))
-    order = np.argsort(cols // lines, kind="stable")
-    for part in _runs(cols[order] // lines):
-        for inner in _runs(rows[order[part]] // lines):
-            at = order[part][inner]
-            (xs, x_at), (ys, y_at) = (np.unique(each[at], return_inverse=True) for each in (rows, cols))
-            sums, x_squares, y_squares = np.zeros(len(at)), np.zeros(len(xs)), np.zeros(len(ys))
-            for start in range(0, depth, width):
-                report()
-                span = start, min(depth, start + width)
-                x, y = _lines(left, xs, span), _lines(right, ys, span)
-                _add(x_squares, x, x, np.arange(len(xs)), np.arange(len(xs)))
-                _add(y_squares, y, y, np.arange(len(ys)), np.arange(len(ys)))
-                _add(sums, x, y, x_at, y_at)
-            found[at] = _divided(sums, x_squares[x_at], y_squares[y_at])
-    return found
-
-
-def _runs(numbers: Array) -> Iterator[slice]:
-    """Yield the parts of an array in which all numbers are equal."""
-    ends = np.flatnonzero(np.diff(numbers)) + 1
-    yield from map(slice, [0, *ends], [*ends, len(numbers)])
-
-
-def _lines(x: Oriented, lines: Array, span: Range) -> Array:
-    """Return some rows of a matrix in the columns `span`, in float64. Rows of a chunk are read together."""
-    found = np.empty((len(lines), span[1] - span[0]))
-    for part in _runs(lines // max(BAND, x.chunk[0])):
-        inside = lines[part]
-        block = read(x, (int(inside[0]), int(inside[-1]) + 1), span, wide=False)
-        found[part] = block[inside - inside[0]]
-    return found
-
-
-def _add(sums: Array, x: Array, y: Array, x_at: Array, y_at: Array) -> None:
-    """Add the inner products of rows of x and y. Their bits do not depend on the number of rows."""
-    step = max(1, PRODUCTS // x.shape[1])
-    for start in range(0, len(sums), step):
-        here = slice(start, start + step)
-        sums[here] += np.einsum("pk,pk->p", x[x_at[here]], y[y_at[here]])
-
-
-def _divided(sums: Array, x_squares: Array, y_squares: Array) -> Array:
-    """Return inner products divided by the norms of rows, exactly 1 for equal rows, and 0 for zero rows."""
-    (x, x_exponent), (y, y_exponent) = np.frexp(x_squares), np.frexp(y_squares)
-    exponent = x_exponent + y_exponent
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cosines = np.ldexp(sums, -(exponent // 2)) / np.sqrt(np.ldexp(x * y, exponent % 2))
-    return np.asarray(np.clip(np.where((x_squares > 0) & (y_squares > 0), cosines, 0), -1, 1))
 
 
 # Maximum number of threads of a check. With two threads per core, one can compute while

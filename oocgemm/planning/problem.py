@@ -345,7 +345,7 @@ class GemmProblem:
     @property
     def measures_distances(self) -> bool:
         """Whether squared distances of rows of op(A) and columns of op(B) are computed from C."""
-        return bool(self.epilogue) and self.epilogue[0].kind == "gaussian"
+        return bool(self.epilogue) and self.epilogue[0].kind in ("gaussian", "distance")
 
     @property
     def reads_c(self) -> bool:

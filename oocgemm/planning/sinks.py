@@ -28,12 +28,14 @@ STEPS = {
     "divide_or_zero": "c / d, but 0 where d is 0",
     "correlation": "u[i] v[j] c, but at least -1 and at most 1",
     "gaussian": "exp(-value max(u[i] + v[j] - 2 c, 0))",
-    "identical": "1 where u[i] = v[j], unless c is NaN; c elsewhere",
+    "distance": "value max(u[i] + v[j] - 2 c, 0)",
+    "root": "the square root of c",
+    "identical": "value where u[i] = v[j], unless c is NaN; c elsewhere",
     "squared": "c^2 - value (1 - c^2)",
     "within": "c where u[i] and v[j] differ by at most value; 0 elsewhere",
 }
 # The steps that read D, and the steps whose vectors u and v are computed from the operands.
-_MERGING, _DERIVED = ("add", "divide", "divide_or_zero"), ("correlation", "gaussian", "identical")
+_MERGING, _DERIVED = ("add", "divide", "divide_or_zero"), ("correlation", "gaussian", "distance", "identical")
 
 # What a reduction makes of the elements of a row of C.
 REDUCTIONS = ("sum", "sumsq", "max")

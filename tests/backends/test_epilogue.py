@@ -344,6 +344,8 @@ CHAINS = {
         Step("squared", value=0.25),
         Step("within", True, True, 1.0),
     ),
+    "distance": (Step("distance", True, True, 0.3), Step("identical", True, True, 0.0), Step("root")),
+    "nearness": (Step("distance", True, True, -1.0),),
 }
 
 

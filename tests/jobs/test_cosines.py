@@ -93,8 +93,8 @@ def test_pairs_at_a_threshold_are_compared_exactly(engine: Engine) -> None:
 def test_pairs_near_a_threshold_are_computed_again_in_blocks_from_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oocgemm.jobs.verify.DEPTH", 8)
-    monkeypatch.setattr("oocgemm.jobs.verify.PRODUCTS", 50)
+    monkeypatch.setattr("oocgemm.jobs.pairs.DEPTH", 8)
+    monkeypatch.setattr("oocgemm.jobs.pairs.PRODUCTS", 50)
     monkeypatch.setattr("oocgemm.jobs.verify.memory_of", lambda request: 4 * 16 * 8 * 11)
     e, same = copied("float32")
     zarr.create_array(tmp_path / "e.zarr", data=e, chunks=(13, 7))

@@ -82,12 +82,24 @@ def _ld_scores(x: Array) -> Array:
     return np.where(near, squares - (1 - squares) / (len(x) - 2), 0).sum(axis=1)
 
 
+def _distances(x: Array) -> Array:
+    return np.sqrt(((x[:, None] - x[None]) ** 2).sum(axis=2))
+
+
 CALLS: Mapping[str, Call] = {
     "gemm": Call(oocgemm.gemm, lambda found: found.out, lambda a: a @ B),
     "gram": Call(oocgemm.gram, lambda found: found.out, lambda x: x @ x.T),
     "corr": Call(oocgemm.corr, lambda found: found.out, _correlation),
     "cov": Call(oocgemm.cov, lambda found: found.out, np.cov),
     "similarity": Call(oocgemm.similarity, lambda found: found.scores, _cosines, stores=False, topk=3),
+    "neighbors": Call(
+        oocgemm.neighbors,
+        lambda found: found.distances,
+        lambda x: np.sort(_distances(x))[:, 1:4],
+        stores=False,
+        topk=3,
+    ),
+    "distances": Call(oocgemm.distances, lambda found: found.out, _distances),
     "grm": Call(oocgemm.grm, lambda found: found.out, _relationships),
     "pca": Call(
         oocgemm.pca,

@@ -129,8 +129,16 @@ def _changed(
             # The exponential is that of the dtype of the sums, as on a GPU.
             c = np.exp(c.astype(np.float32 if summed == np.float32 else np.float64))
             c = c.astype(np.float64, copy=False)
+        case "distance":
+            c *= -2
+            c += u
+            c += v
+            np.maximum(c, 0, out=c)  # keeps NaN
+            c *= step.value
+        case "root":
+            np.sqrt(c, out=c)
         case "identical":
-            c[(u == v) & ~np.isnan(c)] = 1
+            c[(u == v) & ~np.isnan(c)] = step.value
         case "squared":
             c *= c
             c -= step.value * (1 - c)

@@ -1,0 +1,221 @@
+"""Search the nearest rows by distances: candidates by products, then exact distances of the candidates.
+
+A run ranks rows by products of limited precision. It keeps some more candidates than are wanted. Let d be the
+exact distance of the last one wanted, and e a bound of the error of a distance that the run has computed. All
+rows that are no candidates have computed distances of at least that of the last candidate. If that is at
+least d + e, none of them is nearer. Otherwise the search is repeated for this row, by products in float64.
+
+Squared distances have errors of at most ``e = 2 (g + 4 u) (|x - c| + |y - c|)^2``, for the mean c of all
+rows, the unit roundoff u, and the error g of a sum of k products (`rounding.sum_error`). The distance of
+cosines is half the squared distance of rows of norm 1.
+"""
+
+import os
+from dataclasses import replace
+from functools import cached_property
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from oocgemm.backends.base import limits_of
+from oocgemm.integrity.passes import Oriented
+from oocgemm.integrity.rounding import OPERANDS, sum_error
+from oocgemm.jobs import run as running
+from oocgemm.jobs.operands import open_operands, squared_norms
+from oocgemm.jobs.pairs import squared_distances
+from oocgemm.jobs.request import Request, Selection
+from oocgemm.jobs.run import Result
+from oocgemm.jobs.stats import inverse_norms
+from oocgemm.jobs.transforming import memory_of, readable
+from oocgemm.planning import DTYPES, GemmProblem
+from oocgemm.stores import Array, Collecting, Matrix
+from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import StandardizedMatrix, chain_of
+
+# The number of candidates beyond those that are wanted.
+SPARE = 8
+# Maximum number of threads that compute exact distances.
+THREADS = 16
+
+
+class Found(NamedTuple):
+    """The fields of `oocgemm.Nearest`."""
+
+    indices: Array
+    distances: Array
+    indptr: Array | None
+    run: Result
+
+
+class Rows(NamedTuple):
+    """The rows of op(A) and the columns of op(B) that are compared, unrounded.
+
+    `left_norms` and `right_norms` are those of the rows less the mean of all rows. For cosines, rows are
+    scaled to the norm 1, or are 0.
+    """
+
+    left: Oriented
+    right: Oriented
+    left_norms: Array
+    right_norms: Array
+
+
+class Search:
+    """The search that a request describes: for `topk` rows, or with `radius` for all rows that are so near.
+
+    The epilogue of the request makes scores of products: squared distances times -1, or cosines.
+    """
+
+    def __init__(self, request: Request, into: Selection, metric: str, radius: float | None) -> None:
+        self.request = replace(request, into=into)
+        self._into, self._metric, self._radius = into, metric, radius
+
+    def run(self) -> Found:
+        """Find the nearest rows."""
+        return self._within(self._radius) if self._radius is not None else self._topk()
+
+    def candidates(self, error: float = 0.0) -> Request:
+        """Return the request of the candidates. `error` is the largest one of distances, for a radius."""
+        if self._radius is None:
+            count = min(self._opened[2].n - self._into.excludes_self, self._into.topk + SPARE)
+            return replace(self.request, into=replace(self._into, topk=count))
+        farthest = (self._radius**2 if self._metric == "euclidean" else self._radius) + error
+        least = 1 - farthest if self._metric == "cosine" else -farthest * (1 + 2.0**-22)
+        return replace(self.request, into=replace(self._into, topk=0, threshold=least))
+
+    @cached_property
+    def _opened(self) -> tuple[Matrix, Matrix, GemmProblem]:
+        return open_operands(replace(self.request, epilogue=(), verify=False), "host")
+
+    @cached_property
+    def _rows(self) -> Rows:
+        (a, b, problem), memory = self._opened, memory_of(self.request)
+        same = b is a
+        a = readable(a, memory)
+        b = a if same else readable(b, memory)
+        matrices: list[Matrix] = [_wide(a), _wide(b)]
+        if self._metric == "cosine":
+            remedy = "pass another metric"
+            scales = (
+                inverse_norms(matrices[0], problem.trans_a, memory, remedy),
+                inverse_norms(matrices[1], problem.trans_b, memory, remedy, right="row"),
+            )
+            axes = int(problem.trans_a.swaps), int(not problem.trans_b.swaps)
+            matrices = [_scaled(*each) for each in zip(matrices, axes, scales, strict=True)]
+            norms = [(scale > 0).astype(float) for scale in scales]
+        elif problem.exact:  # there are no errors, which would grow with norms
+            norms = [np.zeros(problem.m), np.zeros(problem.n)]
+        else:
+            norms = [np.sqrt(each) for each in squared_norms(problem, a, b, memory)]
+        swaps = problem.trans_a.swaps, not problem.trans_b.swaps
+        left, right = (Oriented(x, swapped) for x, swapped in zip(matrices, swaps, strict=True))
+        return Rows(left, right, norms[0], norms[1])
+
+    def _error(self, problem: GemmProblem) -> Array:
+        """Return by how much computed distances of each row may differ from exact ones.
+
+        `problem` is the product that is computed, or the product of the operands, whose errors are larger.
+        """
+        _, _, first, second = self._rows
+        sizes = np.square(first + second.max(initial=0))
+        if problem.exact:
+            return np.asarray(2.0**-48 * sizes)  # of cosines, whose scores are in float64
+        limits = limits_of(problem.acc_dtype)
+        narrow = limits_of(problem.a_dtype if self._metric == "cosine" else problem.acc_dtype)
+        unit = sum_error(problem.k, float(limits.eps) / 2) + 2 * float(narrow.eps)
+        tiny = 4 * problem.k * float(limits.tiny)
+        return np.asarray(2 * (unit + 2 * OPERANDS[problem.compute]) * sizes + tiny)
+
+    def _exact(self, rows: Array, cols: Array) -> Array:
+        """Return the exact distance of each pair; squared for the metric euclidean."""
+        memory, threads = memory_of(self.request) // 4, min(THREADS, len(os.sched_getaffinity(0)))
+        left, right, first, second = self._rows
+        found = squared_distances(left, right, rows, cols, memory, threads)
+        if self._metric == "cosine":
+            found /= 2
+            found[(first[rows] == 0) | (second[cols] == 0)] = 1
+        return found
+
+    def _computed(self, scores: Array) -> Array:
+        """Return the distances of scores, in float64; squared for the metric euclidean."""
+        wide = scores.astype(np.float64)
+        return 1 - wide if self._metric == "cosine" else -wide
+
+    def _shown(self, exact: Array, scores: Array) -> Array:
+        """Return the distances of the metric, in the dtype of scores."""
+        return (np.sqrt(exact) if self._metric == "euclidean" else exact).astype(scores.dtype)
+
+    def _topk(self) -> Found:
+        problem, into = self._opened[2], self._into
+        run = running.run_request(self.candidates())
+        indices, scores = run.out["index"].astype(np.int64), run.out["score"]
+        rows = np.arange(problem.m)
+        exact, indices = self._ranked(rows, indices)
+        hidden = indices.shape[1] < problem.n - into.excludes_self
+        if hidden and run.plan.problem.acc_dtype == "float32":
+            last = self._computed(scores[:, -1])
+            unsure = exact[:, into.topk - 1] > last - self._error(run.plan.problem)
+            if (again := np.flatnonzero(unsure)).size:
+                exact[again, : into.topk], indices[again, : into.topk] = self._in_float64(again)
+        wanted = np.s_[:, : into.topk]
+        found = self._shown(exact[wanted], scores)
+        return Found(np.ascontiguousarray(indices[wanted]), found, None, replace(run, c=None))
+
+    def _in_float64(self, rows: Array) -> tuple[Array, Array]:
+        """Return the exact distances and the numbers of the nearest rows to some rows."""
+        request, into, most = self.request, self._into, self._opened[2].n
+        cast = replace(request.a.transform or Transform(), cast="float64")
+        count = min(most, into.topk + SPARE + into.excludes_self)
+        request = replace(
+            request,
+            a=replace(request.a, transform=cast, kept=rows),
+            b=replace(request.b, transform=cast),
+            into=replace(into, topk=count, same=False, excludes_self=False),
+            compute="native",
+            timeline=None,
+            tile=None,
+        )
+        indices = running.run_request(request).out["index"].astype(np.int64)
+        exact, indices = self._ranked(rows, indices, excludes=into.excludes_self)
+        return exact[:, : into.topk], indices[:, : into.topk]
+
+    def _ranked(self, rows: Array, indices: Array, *, excludes: bool = False) -> tuple[Array, Array]:
+        """Return exact distances to candidates, the nearest first, and their numbers.
+
+        With `excludes`, a row is the last one of its own candidates.
+        """
+        flat = np.repeat(rows, indices.shape[1])
+        exact = self._exact(flat, indices.ravel()).reshape(indices.shape)
+        if excludes:
+            exact[indices == rows[:, None]] = np.inf
+        order = np.lexsort((indices, exact))
+        return np.take_along_axis(exact, order, 1), np.take_along_axis(indices, order, 1)
+
+    def _within(self, radius: float) -> Found:
+        problem = self._opened[2]
+        error = 2 * float(self._error(problem).max(initial=0))
+        if self._metric == "cosine":
+            error += 4 * sqrt(problem.k + 1) * float(limits_of(DTYPES[problem.a_dtype].accumulator).eps)
+        run = running.run_request(self.candidates(error))
+        assert isinstance(run.c, Collecting)
+        starts, cols, scores = run.c.csr()
+        rows = np.repeat(np.arange(problem.m), np.diff(starts))
+        exact = self._exact(rows, cols)
+        shown = np.sqrt(exact) if self._metric == "euclidean" else exact
+        at = np.flatnonzero(shown <= radius)
+        at = at[np.lexsort((cols[at], shown[at], rows[at]))]
+        starts = np.concatenate(([0], np.cumsum(np.bincount(rows[at], minlength=problem.m))))
+        return Found(cols[at], shown[at].astype(scores.dtype), starts, replace(run, c=None))
+
+
+def _wide(matrix: Matrix) -> Matrix:
+    """Return a matrix with elements that are not rounded after its transform."""
+    chain = chain_of(matrix)
+    return matrix if chain is None else chain.wide()
+
+
+def _scaled(matrix: Matrix, axis: int, scale: Array) -> Matrix:
+    """Return a matrix whose lines along an axis are multiplied by numbers, in float64."""
+    dtype = np.dtype(np.float64)
+    return StandardizedMatrix(matrix, axis, scaled=True, centered=False, numbers=(scale,), dtype=dtype)
