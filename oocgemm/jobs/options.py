@@ -600,8 +600,8 @@ class _Second(TypedDict, total=False):
         Operand | None,
         Option(
             "Compare with the rows of this operand, such as Y.zarr, in place of those of the first one.",
-            "It has the first operand's dtype and number of columns. Where `axis` is 1, columns are compared "
-            "with columns. A transform applies to both operands.",
+            "It has as many columns. Where `axis` is 1, columns are compared with columns. A transform "
+            "applies to both operands.",
             metavar="PATH",
             service=False,
         ),

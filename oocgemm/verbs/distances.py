@@ -75,13 +75,15 @@ def distances(
     check_names("distances", options, CorrelationOptions)
     check_choices("distances", metric=metric)
     given, steps = dict[str, Any](options), _STEPS[metric]
-    dtype = stores.open_matrix("X", stores.located("X", x), decode=False).dtype
-    if dtype.kind == "c":
+    both = (("X", x),) if y is None else (("X", x), ("Y", y))
+    dtypes = [stores.open_matrix(name, stores.located(name, each), decode=False).dtype for name, each in both]
+    if (dtype := dtypes[0]).kind == "c":
         raise InputError(f"X is of dtype {dtype}, and distances are computed of real numbers: pass a real X")
     if metric == "cosine":
         given["transform"] = replace(given.get("transform") or Transform(), cast="float64")
-        steps = (*steps, Cast("float64" if dtype in (np.float64, np.int8) else "float32"))
-    elif dtype.itemsize == 2:
+        wide = np.float64 in dtypes or all(each == np.int8 for each in dtypes)
+        steps = (*steps, Cast("float64" if wide else "float32"))
+    elif all(each.name in ("float16", "bfloat16") for each in dtypes):
         given["out_dtype"] = "float32"
     given["epilogue"] = steps
     if y is None:

@@ -150,6 +150,19 @@ def test_equal_rows_zero_rows_and_nan() -> None:
     assert 4 not in oocgemm.neighbors(x, radius=1e6, backend="host").indices
 
 
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("int8", "float32"), ("uint8", "int16")])
+def test_operands_may_have_two_dtypes(metric: str, dtypes: tuple[str, str]) -> None:
+    x, y = (each.astype(dtype) for each, dtype in zip(two("float64"), dtypes, strict=True))
+    how: Any = {"y": y, "metric": metric, "backend": "host"}
+    expected, wide = exact(x, y, metric), "float64" in dtypes
+    stored, best = oocgemm.distances(x, **how).out, oocgemm.neighbors(x, topk=3, **how).distances
+    assert stored.dtype == best.dtype == ("float64" if wide else "float32")
+    tolerance = 1e-11 if wide else 1e-6
+    np.testing.assert_allclose(stored, expected, rtol=tolerance, atol=tolerance * expected.max())
+    np.testing.assert_allclose(best, np.sort(expected)[:, :3], rtol=tolerance)
+
+
 @pytest.mark.parametrize("options", [{"devices": "0,0"}, {"workers": 2, "memory": "400MiB"}])
 def test_other_executors_find_the_same(options: Any, tmp_path: Path) -> None:
     x, y = two("float32")

@@ -143,7 +143,6 @@ def test_rows_of_equal_elements_have_no_coefficients() -> None:
         ({"y": np.ones((27, 19)), "axis": 1}, "a column of X has 40 elements and a column of Y has 27"),
         ({"y": np.ones((3, 19)), "axis": 2}, "axis = 2"),
         ({"y": np.ones((3, 19)), "constant": "drop"}, "constant = 'drop'"),
-        ({"y": np.ones((3, 19), "float32")}, "float32"),
         ({"y": np.ones((3, 19)), "topk": 4}, "topk = 4"),
         ({"y": "missing.zarr"}, "missing.zarr"),
     ],
