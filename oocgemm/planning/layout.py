@@ -46,7 +46,7 @@ from oocgemm.values import dataclass
 
 # Relative rate of copies between pageable arrays and pinned buffers, by the bytes of a separate row of the
 # block: (least bytes, rate). Rows are separate unless a block consists of whole rows of the array.
-COPIED_ROWS = ((32 << 10, 1.0), (4 << 10, 0.65), (0, 0.5))
+COPIED_ROWS = ((32 << 10, 1.0), (8 << 10, 0.85), (4 << 10, 0.65), (0, 0.5))
 # Lines of chunks that are shorter than this many bytes pass through scratch memory, whole ones too.
 SHORT_LINE = 4096
 # `Chunked.line_overread` averages over this many consecutive panels, because they start at different offsets
