@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
-import h5py
 import numpy as np
 import zarr
 from keeping import keep, output, work
@@ -65,6 +64,8 @@ def write(path: Path, shape: tuple[int, int], parts: dict[str, Array], *, compre
     """Write a matrix as AnnData does. Return its address."""
     attributes = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(shape)}
     if path.suffix == ".h5ad":
+        import h5py
+
         with h5py.File(path, "w") as file:
             for name, part in parts.items():
                 file.create_dataset(f"X/{name}", data=part, maxshape=(None,))
@@ -72,9 +73,20 @@ def write(path: Path, shape: tuple[int, int], parts: dict[str, Array], *, compre
         return f"{path}::/X"
     group = zarr.create_group(path, overwrite=True).create_group("X", attributes=attributes)
     for name, part in parts.items():
-        options: dict[str, Any] = {} if compressed else {"compressors": None}
-        group.create_array(name, data=part, chunks=(min(len(part), 1 << 22),), **options)
+        group.create_array(name, data=part, **({} if compressed else {"compressors": None}))
     return f"{path}/X"
+
+
+def check(folder: Path, columns: int, density: float, options: dict[str, Any]) -> None:
+    """Compare the Gram matrix of a small matrix with NumPy's: elements are small integers."""
+    parts, rows = banded(20_000, columns, density), 20_000
+    dense = np.zeros((rows, columns), np.float32)
+    dense[np.repeat(np.arange(rows), np.diff(parts["indptr"])), parts["indices"]] = parts["data"]
+    for compressed in (False, True):
+        path = write(folder / f"small{compressed}.zarr", dense.shape, parts, compressed=compressed)
+        found = oocgemm.gram(path, axis=1, uplo="full", **options)
+        assert np.array_equal(found.out, dense.T @ dense)
+        print(f"checked, {found.plan.decoded or 'not'} decoded by the GPU", flush=True)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -154,7 +166,8 @@ def pca(
     with tempfile.TemporaryDirectory(dir=work) as folder:
         took, parts = timed(lambda: banded(rows, columns, density))
         print(f"generated {parts['data'].nbytes / 1e9:.2f} GB of values in {took:.1f} s", flush=True)
-        shape = rows, int(columns)
+        shape = rows, columns
+        check(Path(folder), columns, density, options)
         for compressed in (False, True):
             kind = "compressed" if compressed else "raw"
             path = write(Path(folder) / f"{kind}.zarr", shape, parts, compressed=compressed)
@@ -165,7 +178,11 @@ def pca(
                 print(kind, f"{took:.2f} s", flush=True)
             values = [float(value) for value in last.singular_values[:5]]
             print(kind, "singular values", values, flush=True)
+            product = oocgemm.gram(path, axis=1, **options)
+            print(kind, f"gram on {product.plan.decoded or 'the host'}", flush=True)
+            print(f"{product.report.wall:.2f} s", product.report.exposed, product.report.lanes, flush=True)
             result = {"seconds": seconds, "density": density, "components": components, "values": values}
+            result["gram_seconds"] = product.report.wall
             keep(output or RESULTS, f"{backend} pca {rows}x{columns} {kind}", result)
 
 
