@@ -80,6 +80,18 @@ def make(path: Path, extent: int, kind: str, dtype: str, seed: int) -> None:
     zarr.create_array(path, data=data, chunks=(chunk, chunk), shards=shards, compressors=compressors)
 
 
+def make_sparse(path: Path, extent: int, dtype: str) -> None:
+    """Create a CSR matrix of small integers as AnnData does. A tenth of its elements are stored."""
+    rng = np.random.default_rng(0)
+    rows, indices = np.nonzero(rng.random((extent, extent)) < 0.1)
+    starts = np.append(0, np.cumsum(np.bincount(rows, minlength=extent)))
+    data = rng.integers(1, 9, len(indices)).astype(dtype)
+    group = zarr.create_group(path).create_group("X")
+    group.attrs.update({"encoding-type": "csr_matrix", "shape": [extent, extent]})
+    for name, part in {"data": data, "indices": indices.astype(np.int32), "indptr": starts}.items():
+        group.create_array(name, data=part)
+
+
 def content(path: Path) -> bytes:
     """Return the bytes of a result. A zarr array must not be marked unfinished."""
     if path.name.endswith(".grm.bin"):
@@ -109,7 +121,10 @@ class Torture:
         suffix = case.kind if case.kind in ("npy", "grm.bin") else "zarr"
         self.c, self.initial = folder / f"C.{suffix}", folder / f"initial.{suffix}"
         for seed, name in enumerate("AB"):
-            make(folder / f"{name}.zarr", extent, "raw", case.dtype, seed)
+            if not (case.sparse and name == "A"):
+                make(folder / f"{name}.zarr", extent, "raw", case.dtype, seed)
+        if case.sparse:
+            make_sparse(folder / "A.zarr", extent, case.dtype)
         if case.existing:
             make(self.initial, extent, case.kind, case.dtype, 2)
         self.environment = environment()
@@ -117,7 +132,7 @@ class Torture:
         itemsize = np.dtype(case.dtype).itemsize
         reserve = default_model(backend, len(os.sched_getaffinity(0))).device_reserve
         memory = reserve + max(8 << 20, 3 * extent * extent * itemsize)
-        a, budgets = str(folder / "A.zarr"), (str(memory), str(2 * memory))
+        a, budgets = str(folder / "A.zarr" / ("X" if case.sparse else "")), (str(memory), str(2 * memory))
         self.command = [
             *(sys.executable, "-m", "oocgemm", case.command, a),
             *((str(folder / "B.zarr"),) if case.command == "run" else ()),

@@ -10,7 +10,7 @@ TILES = 6
 class Case:
     """A product: the kind of its C, beta, and the number of tiles along m, n and k.
 
-    `command` is run, or another command or function whose operand is A.
+    `command` is run, or another command or function whose operand is A. With `sparse`, A is a CSR matrix.
     """
 
     kind: str
@@ -20,11 +20,13 @@ class Case:
     tiles: tuple[int, int, int] = (TILES, TILES, TILES)
     options: tuple[str, ...] = ()
     command: str = "run"
+    sparse: bool = False
 
     @property
     def name(self) -> str:
         how = f"beta = {self.beta}, in place" if self.beta != "0" else "replaced" if self.existing else "new"
         kind = self.kind if self.command == "run" else f"{self.command} {self.kind}"
+        kind = f"{kind} of CSR" if self.sparse else kind
         return " ".join((kind, self.dtype, "x".join(map(str, self.tiles)), *self.options, f"({how})"))
 
     @property
@@ -88,4 +90,6 @@ CASES = (
     Case("raw", command="gram", dtype="int8", options=("--transform", "center=k,cast=int8", "--verify")),
     Case("group", command="similarity", dtype="float32", options=("--topk", "9", "--verify")),
     Case("group", command="corr", dtype="float32", options=("--threshold", "0.05", "--verify")),
+    Case("raw", dtype="float32", sparse=True),
+    Case("npy", command="gram", dtype="float32", options=("--axis", "1"), sparse=True),
 )
