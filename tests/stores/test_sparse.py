@@ -39,6 +39,15 @@ def test_products_equal_those_of_dense_arrays(tmp_path: Path, place: str, form: 
         np.testing.assert_array_equal(found, product)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "int32", "int64", "float16", "complex64"])
+def test_every_dtype_is_multiplied_as_that_of_a_dense_array(tmp_path: Path, dtype: str) -> None:
+    dense = X.astype(dtype)
+    found = oocgemm.gram(stored(tmp_path, "h5ad", dense, "csr"), axis=1, uplo="full", **ON_HOST).out
+    expected = oocgemm.gram(dense, axis=1, uplo="full", **ON_HOST).out
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
 VERBS: dict[str, Any] = {
     "corr": lambda x: oocgemm.corr(x, axis=1, **ON_HOST).out,
     "cov": lambda x: oocgemm.cov(x, axis=1, **ON_HOST).out,
