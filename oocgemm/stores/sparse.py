@@ -426,9 +426,8 @@ class SparseArrays(Store):
 def _form(operand: Any) -> str:
     """Return the form of a sparse matrix in memory, such as "csr" or "coo"; "" for other objects."""
     form = getattr(operand, "format", None)
-    if form not in FORMATS + _OTHERS or (not hasattr(operand, "tocsr") and not hasattr(operand, "indptr")):
-        return ""
-    return str(form)
+    known = isinstance(form, str) and form in FORMATS + _OTHERS
+    return str(form) if known and (hasattr(operand, "indptr") or hasattr(operand, "tocsr")) else ""
 
 
 def _is_backed(operand: Any) -> bool:

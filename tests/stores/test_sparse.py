@@ -204,6 +204,8 @@ def test_other_forms_and_types_name_the_remedy(tmp_path: Path) -> None:
         InputError, match=r"A is a sparse matrix in the form coo: convert it by A = A.tocsr\(\)"
     ):
         oocgemm.gemm(coo, B, **ON_HOST)
+    dense = Formatted(X)  # an array with another attribute of this name
+    np.testing.assert_array_equal(oocgemm.gemm(cast(Any, dense), B, **ON_HOST).out, X @ B)
     text = parts_of(X, "csr") | {"data": np.full(np.count_nonzero(X), "a")}
     with pytest.raises(InputError, match="not numbers"):
         oocgemm.gemm(in_memory(X.shape, "csr", text), B, **ON_HOST)
@@ -214,6 +216,19 @@ def test_other_forms_and_types_name_the_remedy(tmp_path: Path) -> None:
         np.testing.assert_array_equal(oocgemm.gemm(backed, B, **ON_HOST).out, X @ B)
     with pytest.raises(oocgemm.CombinationError, match="which other processes cannot read"):
         oocgemm.gemm(in_memory(X.shape, "csr", parts_of(X, "csr")), path, trans_b="T", workers=2, c="c.npy")
+
+
+class Formatted:
+    """An array whose attribute `format` is no text."""
+
+    def __init__(self, x: Array) -> None:
+        self.x, self.format, self.shape, self.dtype = x, x, x.shape, x.dtype
+
+    def __array__(self, *given: Any, **options: Any) -> Array:
+        return self.x
+
+    def __getitem__(self, at: Any) -> Array:
+        return self.x[at]
 
 
 class Backed:
