@@ -64,15 +64,16 @@ class _Init:
     """The method `__init__` of a class until its first use, which compiles it."""
 
     def __init__(self, cls: Any, fields: Iterable[dataclasses.Field[Any]]) -> None:
-        self._class, self._fields = cls, fields
+        # By the first use, the module may have been replaced.
+        self._class, self._fields, self._module = cls, fields, vars(sys.modules[cls.__module__])
 
     def __get__(self, instance: object, owner: Any = None) -> Any:
-        function = self._class.__init__ = _init(self._class, self._fields)
+        function = self._class.__init__ = _init(self._class, self._fields, self._module)
         return function.__get__(instance, owner)
 
 
-def _init(cls: Any, fields: Iterable[dataclasses.Field[Any]]) -> Any:
-    """Compile the method `__init__` of a class, in the module of the class."""
+def _init(cls: Any, fields: Iterable[dataclasses.Field[Any]], module: dict[str, Any]) -> Any:
+    """Compile the method `__init__` of a class among the names of its module."""
     known: dict[str, Any] = {"_set": _set, "_MADE": _MADE}
     parameters, keywords, lines = ["self"], list[str](), list[str]()
     for field in fields:
@@ -91,7 +92,7 @@ def _init(cls: Any, fields: Iterable[dataclasses.Field[Any]]) -> Any:
         parameters += ["*", *keywords]
     body, scope = "\n  ".join(lines or ["pass"]), dict[str, Any]()
     function = f"def __init__({', '.join(parameters)}):\n  {body}\n return __init__"
-    exec(f"def make({', '.join(known)}):\n {function}", vars(sys.modules[cls.__module__]), scope)
+    exec(f"def make({', '.join(known)}):\n {function}", module, scope)
     made = scope["make"](**known)
     made.__qualname__ = f"{cls.__qualname__}.__init__"
     made.__annotations__ = {field.name: field.type for field in fields} | {"return": None}

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import field, replace
 from functools import cached_property, partial
@@ -199,6 +200,13 @@ def test_each_instance_gets_an_object_of_its_own_from_a_factory() -> None:
     one, other = OURS["Weighted"](1), OURS["Weighted"](1)
     assert one.tags == []
     assert one.tags is not other.tags
+
+
+def test_the_first_object_can_be_created_after_its_module_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = declared(values.dataclass)["Slotted"]
+    monkeypatch.delitem(sys.modules, __name__)
+    assert made(1).b == ()
+    assert made.__init__.__globals__ is globals()
 
 
 def test_instances_with_slots_can_be_pickled() -> None:
