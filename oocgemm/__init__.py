@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from oocgemm.planning.partition import Partition
     from oocgemm.service.client import Client, Job
     from oocgemm.stores.folded import as_matrix
+    from oocgemm.stores.joined import concat
     from oocgemm.stores.transform import Transform
     from oocgemm.timeline import Report, Timeline, read_log, report
     from oocgemm.verbs.correlation import corr, cov
@@ -97,6 +98,7 @@ __all__ = [
     "Transform",
     "Verification",
     "as_matrix",
+    "concat",
     "corr",
     "cov",
     "distances",
@@ -136,6 +138,7 @@ _HOMES = {
     "planning.partition": ("Partition",),
     "service.client": ("Client", "Job"),
     "stores.folded": ("as_matrix",),
+    "stores.joined": ("concat",),
     "stores.transform": ("Transform",),
     "timeline": ("Report", "Timeline", "read_log", "report"),
     "verbs.correlation": ("corr", "cov"),

@@ -18,13 +18,12 @@ from oocgemm.jobs import support
 from oocgemm.jobs.options import VERBS, options_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "support.md"
-# Operands that no verb takes yet, each with the reason.
-MISSING = {
-    "concatenated": "several arrays are not joined into one operand yet: store them as one",
-}
-OPERANDS = ("plain", "transformed", "compressed", "remote", "mixed", "packed", "sparse", "n-d", *MISSING)
-# Operands that `as_matrix` makes: descriptions, not paths.
-VIEWS = {"n-d"}
+OPERANDS = (
+    *("plain", "transformed", "compressed", "remote", "mixed", "packed"),
+    *("sparse", "n-d", "concatenated"),
+)
+# Operands that `as_matrix` and `concat` make: descriptions, not paths.
+VIEWS = {"n-d", "concatenated"}
 EXECUTORS = {
     "host": support.ONE,
     "device": support.ONE,
@@ -44,6 +43,7 @@ cannot run. Tests run every cell. A hole raises `CombinationError` if it is aske
 - *plain*, *compressed*: arrays at a path. *transformed*: with a `Transform`. *remote*: at a URL.
 - *mixed*: A in uint8, and B in int16. *packed*: int16 with `scale_factor` and `add_offset`. *sparse*: a CSR
   matrix in a file. *n-d*: an array of three dimensions, folded by `as_matrix`.
+  *concatenated*: two arrays, joined by `concat`.
 - *resume*: an interrupted run can be continued. *verify*: the product is checked by checksums.
 
 A number names the reason of a hole, below the tables.
@@ -63,8 +63,6 @@ class Cell:
     def hole(self) -> str | None:
         """The reason for which the combination cannot run; None if it can."""
         options, executor = options_of(self.verb), EXECUTORS[self.executor]
-        if self.operand in MISSING:
-            return MISSING[self.operand]
         uses = set(support.VERBS[self.verb].uses)
         if executor == support.SERVICE:
             uses |= {"verb"} if self.verb != "gemm" else set()

@@ -3,7 +3,8 @@
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, cast
 
 import click
 import numpy as np
@@ -136,11 +137,64 @@ def verb_command(verb: str, *operands: str, **more: Any) -> Callable[[Callable[.
 
     def make(function: Callable[..., Any]) -> click.Command:
         made: click.Command = click.command(**more)(
-            taking(*arguments, verb_options(verb), JSON, QUIET)(function)
+            taking(*arguments, verb_options(verb), views(operands[0]), JSON, QUIET)(function)
         )
         return made
 
     return make
+
+
+def views(*operands: str) -> Callable[[F], F]:
+    """Return a decorator that adds options which make matrices of operands (`oocgemm.cli.operands`).
+
+    With several operands, the name of each is part of the options for it.
+    """
+    several = len(operands) > 1
+
+    def flags(operand: str) -> list[Callable[[F], F]]:
+        prefix, of = (f"{operand}-", f" of {operand.upper()}") if several else ("", "")
+        axes = "by position or by name, separated by commas, such as"
+        return [
+            click.option(
+                f"--{prefix}rows",
+                metavar="AXES",
+                help=f"Axes of an n-d array that are rows{of}, {axes} time.",
+            ),
+            click.option(
+                f"--{prefix}cols",
+                metavar="AXES",
+                help=f"Axes of an array that are columns{of}, {axes} lat,lon.  [default: all others]",
+            ),
+            click.option(
+                f"--{prefix}isel",
+                metavar="AXIS=I|I:J,..",
+                help=f"Used part of the axes of an array{of}, such as level=0,time=0:100: an index drops an "
+                "axis.",
+            ),
+            click.option(
+                f"--{prefix}concat",
+                type=click.IntRange(0, 1),
+                metavar="0|1",
+                help=f"Join the files{of}, given by a pattern such as 'chr*.bed' or a list @FILE, along rows "
+                "(0) or columns (1).  [default: 1 for .bed files, whose columns are variants, else 0]",
+            ),
+        ]
+
+    def add(function: F) -> F:
+        @wraps(function)
+        def call(**options: Any) -> Any:
+            from oocgemm.cli.operands import viewed
+
+            shown = not (options.get("quiet") or options["as_json"])
+            for operand in operands:
+                prefix = f"{operand}_" if several else ""
+                given = {name: options.pop(f"{prefix}{name}") for name in ("rows", "cols", "isel", "concat")}
+                options[operand] = viewed(operand.upper(), options[operand], shown=shown, **given)
+            return function(**options)
+
+        return taking(*(each for operand in operands for each in flags(operand)))(cast(F, call))
+
+    return add
 
 
 def option(verb: str | type, name: str, shown: str | None = None) -> Callable[[F], F]:

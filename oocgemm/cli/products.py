@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from oocgemm import stores
-from oocgemm.cli.parameters import QUIET, Place, Workers, option, transposes, verb_options
+from oocgemm.cli.parameters import QUIET, Place, Workers, option, transposes, verb_options, views
 from oocgemm.cli.process import (
     EXIT_FAILED,
     JSON,
@@ -66,7 +66,7 @@ STORED = {
     type=click.Path(),
     help="Compute with the workers of the dask scheduler that wrote this file.",
 )
-@taking(JSON, QUIET)
+@taking(views("a", "b"), JSON, QUIET)
 def run(a: str, b: str, c: str, **options: Any) -> None:
     """Multiply A and B, and store the product in C.
 
@@ -238,7 +238,7 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
     help="With --workers: what the storage delivers to all workers together, such as 100GB/s.  [default: "
     "what one worker reads]",
 )
-@JSON
+@taking(views("a", "b"), JSON)
 def plan(
     a: str,
     b: str,
@@ -277,7 +277,7 @@ def plan(
 @click.argument("x", type=Place())
 @click.argument("c", type=Place(), required=False)
 @verb_options("gram")
-@taking(JSON, QUIET)
+@taking(views("x"), JSON, QUIET)
 def gram(x: str, c: str | None, **options: Any) -> None:
     """Multiply X and its conjugate transpose, and store the product in C.
 
@@ -330,6 +330,7 @@ def gram(x: str, c: str | None, **options: Any) -> None:
     show_default=True,
     help="Seed of the random vectors. Another seed makes the check independent of an earlier one.",
 )
+@views("a", "b")
 def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
     """Check that C is the product of A and B within rounding error.
 

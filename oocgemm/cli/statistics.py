@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import stores
 from oocgemm.cli.display import doing
-from oocgemm.cli.parameters import QUIET, Place, verb_command, verb_options
+from oocgemm.cli.parameters import QUIET, Place, verb_command, verb_options, views
 from oocgemm.cli.process import (
     JSON,
     print_interrupted,
@@ -176,7 +176,7 @@ def grm(x: str, out: str, quiet: bool, dry_run: bool, **options: Any) -> None:
     "--components", metavar="N", type=int, required=True, help="Number of components to find, such as 50."
 )
 @verb_options("pca")
-@taking(JSON, QUIET)
+@taking(views("x"), JSON, QUIET)
 def pca(
     x: str,
     out: str | None,

@@ -200,12 +200,13 @@ def check_known(
     counts the genotypes, in as many bytes as `memory` returns.
     """
     replaced = isinstance(transform, Transform) and transform.missing == MISSING
-    if replaced or not stores.store_of(operand).has_genotypes:
+    if replaced or not any(stores.store_of(leaf).has_genotypes for leaf in stores.leaves(operand)):
         return
     matrix = stores.open_matrix(name, operand)
     if isinstance(matrix, Genotypes) and (found := gaps(matrix, memory())) is not None:
+        paths = ", ".join(map(str, stores.leaves(operand)))
         raise InputError(
-            f"{name}: {operand} has {found.missing.sum()} missing genotypes, which would count as {MISSING}: "
+            f"{name}: {paths} has {found.missing.sum()} missing genotypes, which would count as {MISSING}: "
             f"{remedy}; or {AS_STORED}"
         )
 

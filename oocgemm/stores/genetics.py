@@ -80,14 +80,15 @@ _SYNONYMS = {"M": "MT", "PAR1": "XY", "PAR2": "XY"}
 _SHOWN = 12
 
 
-def on_chromosomes(path: Path, given: Chromosomes | None) -> Array:
-    """Return whether each variant of a .bed file is on one of the given chromosomes. Raises `InputError`.
+def on_chromosomes(paths: Sequence[Path], given: Chromosomes | None) -> Array:
+    """Return whether each variant of some .bed files is on one of the given chromosomes. Raises `InputError`.
 
     If `given` is None, the chromosomes are the autosomes. If the .bim file has 0, for an unknown chromosome,
     in each line, they are all chromosomes.
     """
-    place = path.with_suffix(".bim")
-    names, inverse = np.unique(_first_words(place), return_inverse=True)
+    place = paths[0].with_suffix(".bim")
+    words = [word for path in paths for word in _first_words(path.with_suffix(".bim"))]
+    names, inverse = np.unique(words, return_inverse=True)
     codes = [_code(str(name)) for name in names]
     if given is None and set(codes) <= {UNPLACED}:
         given = ALL
@@ -108,9 +109,10 @@ def on_chromosomes(path: Path, given: Chromosomes | None) -> Array:
     for entry in _entries(AUTOSOMES if given is None else given):
         matching = _matching(entry, known, human=human)
         if not any(matching):
+            files = ", ".join(map(str, paths[:_SHOWN]))
             shown = ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
             raise InputError(
-                f"no variant of {path} is on chromosome {entry}: {place.name} names {shown}; pass some of "
+                f"no variant of {files} is on chromosome {entry}: {place.name} names {shown}; pass some of "
                 f"these as chromosomes (--chromosomes), or {ALL}"
             )
         wanted |= matching
@@ -237,6 +239,10 @@ class BedMatrix(ReadOnly):
 
     def packed(self) -> Matrix:
         return NpyMatrix(self.name, self._path, (self._variants, self._line), self.dtype, _HEADER)
+
+    def individuals(self) -> list[tuple[str, str]]:
+        """Return the family ID and the individual ID of each individual."""
+        return individuals_of(self._path)
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         variants, individuals, block = (rows, cols, out) if self._by_variant else (cols, rows, out.T)

@@ -49,6 +49,7 @@ from oocgemm.stores.folded import FOLDED
 from oocgemm.stores.formats import OperandFacts, UnsupportedError
 from oocgemm.stores.genetics import BedFiles, GrmFiles
 from oocgemm.stores.hdf5 import HDF5Files
+from oocgemm.stores.joined import JOINED, JoinedMatrix
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores, check_url
@@ -62,7 +63,7 @@ ARRAYS = Arrays()
 # These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (
     *(NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), SparseArrays(), ZarrArrays(), ARRAYS),
-    FOLDED,
+    *(FOLDED, JOINED),
 )
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())
@@ -295,6 +296,9 @@ def check_apart(name: str, path: str, operand: Matrix) -> None:
 def same_place(one: Matrix, other: Matrix) -> bool:
     """Return whether two matrices share memory or files, also if they were opened by different paths."""
     one, other = underlying(one), underlying(other)
+    for whole, single in ((one, other), (other, one)):
+        if isinstance(whole, JoinedMatrix):
+            return any(same_place(part, single) for part in whole.parts)
     arrays = [x.array for x in (one, other) if isinstance(x, ArrayMatrix | BoxMatrix)]
     if len(arrays) == 2 and all(isinstance(array, np.ndarray) for array in arrays):
         if overlap(*arrays):

@@ -198,8 +198,8 @@ def _bytes_stored(request: Request, individuals: int, *, counts: bool) -> int:
 
 def _chosen(x: Any, axis: int, chromosomes: Chromosomes | None, extent: int) -> Array:
     """Return whether each variant is on one of the chromosomes."""
-    if isinstance(x, str) and is_bed(x) and axis == 0:
-        return on_chromosomes(Path(x), chromosomes)
+    if files := _bed_files(x, axis):
+        return on_chromosomes(files, chromosomes)
     if chromosomes not in (None, ALL):
         raise InputError(
             f"chromosomes = {chromosomes!r}: chromosomes are named in the .bim file of a .bed file with "
@@ -272,9 +272,16 @@ def _standardizing(found: Stats, method: str, chosen: Array) -> tuple[dict[str, 
 
 def _individuals(x: Any, axis: int, count: int) -> list[tuple[str, str]]:
     """Return the IDs of the individuals for a .grm.id file: those of a .bed file, else numbers from 1."""
-    if isinstance(x, str) and is_bed(x) and axis == 0:
-        return individuals_of(Path(x))
+    if files := _bed_files(x, axis):
+        return individuals_of(files[0])
     return [(str(number), str(number)) for number in range(1, count + 1)]
+
+
+def _bed_files(x: Any, axis: int) -> list[Path]:
+    """Return the .bed files of which X consists, with individuals as rows; none if it has other parts."""
+    found = stores.leaves(x)
+    fits = axis == 0 and all(isinstance(leaf, str) and is_bed(leaf) for leaf in found)
+    return [Path(leaf) for leaf in found] if fits else []
 
 
 def _check_free(path: Path) -> None:

@@ -149,6 +149,10 @@ def _stored(cell: Cell, folder: Path, name: str, array: Array, stack: ExitStack)
     if cell.operand == "n-d":
         zarr.create_array(folder / f"{name}.zarr", data=array.reshape(len(array), 2, -1), chunks=(8, 2, 3))
         return oocgemm.as_matrix(str(folder / f"{name}.zarr"), rows=[0])
+    if cell.operand == "concatenated":
+        for number, part in enumerate((array[:7], array[7:])):
+            zarr.create_array(folder / f"{name}{number}.zarr", data=part, chunks=(8, 8))
+        return oocgemm.concat([str(folder / f"{name}{number}.zarr") for number in range(2)])
     if cell.operand == "sparse":
         return str(stored(folder, f"{name}.h5ad", array, "csr"))
     options: Any = {} if cell.operand == "compressed" else {"compressors": None}
