@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zarr
 
-from tests.support.command import run
+from tests.support.command import command as run
 from tests.support.plink import genotypes, reference, write_bed
 
 Array = Any
