@@ -69,7 +69,9 @@ def syrk(trans: Op, alpha: float, a: Array, beta: float, c: Array, *, upper: boo
         return
     if beta == 0:
         # Some versions of OpenBLAS multiply the old elements by 0, which keeps NaN.
-        c[...], beta = 0, 1
+        for top in range(0, len(c), _BLOCK):
+            c[top : top + _BLOCK, slice(top, None) if upper else slice(0, top + _BLOCK)] = 0
+        beta = 1
     function(trans, alpha, a, beta, c, upper)
 
 
