@@ -22,8 +22,6 @@ settings.register_profile("quick", deadline=None, max_examples=10, derandomize=T
 
 QUICK = "not slow"
 SECONDS_TO_END = 10.0  # time in which the threads of a test must end, on a busy machine
-# Passes of the garbage collector over young objects, at Python's threshold of 700, take a tenth of the time.
-gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

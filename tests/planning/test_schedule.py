@@ -150,7 +150,7 @@ def test_operations_are_created_during_iteration() -> None:
     grid = TileGrid.of(p, TileShape(10**4, 10**4, 100))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(strip=100))
     tracker: HazardTracker[int] = HazardTracker()
-    for number, operation in enumerate(itertools.islice(schedule, 8000)):
+    for number, operation in enumerate(itertools.islice(schedule, 2000)):
         waits = tracker.admit(operation, number)
         assert len(waits) <= 100 + 16  # at most all blocks of rows of a tile, and the panels
     assert sum(len(a) for a in tracker._accesses.values()) < 500
