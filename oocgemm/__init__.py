@@ -43,11 +43,10 @@ if TYPE_CHECKING:
     from oocgemm.verbs.correlation import corr, cov
     from oocgemm.verbs.distances import distances
     from oocgemm.verbs.gemm import gemm, gram, matmul, plan, plan_gram
-    from oocgemm.verbs.kernel_matmul import kernel_matmul
     from oocgemm.verbs.ld_scores import LDScores, ld_scores
     from oocgemm.verbs.neighbors import Nearest, neighbors
     from oocgemm.verbs.pca import PCA, PCAPlan, pca, plan_pca
-    from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, reduce
+    from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, kernel_matmul, reduce
     from oocgemm.verbs.relationship import Relationships, grm
     from oocgemm.verbs.similarity import similarity
 
@@ -144,11 +143,10 @@ _HOMES = {
     "verbs.correlation": ("corr", "cov"),
     "verbs.distances": ("distances",),
     "verbs.gemm": ("gemm", "gram", "matmul", "plan", "plan_gram"),
-    "verbs.kernel_matmul": ("kernel_matmul",),
     "verbs.ld_scores": ("LDScores", "ld_scores"),
     "verbs.neighbors": ("Nearest", "neighbors"),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
-    "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "reduce"),
+    "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "kernel_matmul", "reduce"),
     "verbs.relationship": ("Relationships", "grm"),
     "verbs.similarity": ("similarity",),
 }

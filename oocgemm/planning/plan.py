@@ -21,7 +21,6 @@ from oocgemm.planning.cost.clock import (
 )
 from oocgemm.planning.cost.coding import describe
 from oocgemm.planning.cost.footprint import Candidate, Footprint, extents, footprint
-from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.layout import KINDS, Codings, Layout, Layouts
 from oocgemm.planning.lowering import Lowered, lower
@@ -29,7 +28,7 @@ from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.dealing import SharedSchedule, arrangement, deal, deal_in_order, deal_rows
 from oocgemm.planning.schedule.operation import Program, Slots
 from oocgemm.planning.schedule.operations import Schedule
-from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.schedule.placement import Loads, estimate_loads
 from oocgemm.planning.schedule.traversal import last, walk
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.sinks import DISJOINT, Step

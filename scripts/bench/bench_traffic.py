@@ -31,7 +31,7 @@ from oocgemm.planning import (
     make_plan,
 )
 from oocgemm.planning.cost.bound import min_bytes
-from oocgemm.planning.cost.loads import estimate_loads
+from oocgemm.planning.schedule.placement import estimate_loads
 
 MIB, GIB = 1 << 20, 1 << 30
 SLOW, FREE = 1e9, 1e18

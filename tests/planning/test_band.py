@@ -23,10 +23,9 @@ from oocgemm.planning import (
     make_plan,
     shared_plan,
 )
-from oocgemm.planning.cost.loads import cached_of_lines
 from oocgemm.planning.cover import Band, Triangle, cover_of
 from oocgemm.planning.schedule.operations import Schedule
-from oocgemm.planning.schedule.placement import Placing
+from oocgemm.planning.schedule.placement import Placing, cached_of_lines
 from tests.support.problems import integers
 from tests.support.products import product_of
 from tests.support.schedule_check import verify

@@ -5,9 +5,9 @@ from math import sqrt
 from typing import NamedTuple
 
 from oocgemm.planning.cost.footprint import Candidate, extents
-from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.placement import estimate_loads
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.tiling import Coverage, TileGrid, TileShape, length
 from oocgemm.values import dataclass

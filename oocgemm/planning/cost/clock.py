@@ -25,13 +25,12 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from oocgemm.planning.cost.footprint import Candidate, extents
-from oocgemm.planning.cost.loads import cached, cached_of_lines, estimate_loads
 from oocgemm.planning.cost.machine import MachineModel, scaled
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.streams import MAX_AHEAD, ClockState, Load, Streams, Strip
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.schedule.operation import Slots
-from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.schedule.placement import Loads, cached, cached_of_lines, estimate_loads
 from oocgemm.planning.schedule.traversal import forwards, last
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Range, Tile, TileGrid, TileShape, ceil_div, length
