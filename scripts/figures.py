@@ -77,6 +77,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "queued": tables.queued,
         "hdf5": storage_tables.hdf5,
         "chunks": storage_tables.chunks,
+        "sparse": storage_tables.sparse,
         "decoding": storage_tables.decoding,
         "encoding": storage_tables.encoding,
         "libraries": tables.libraries,
