@@ -204,8 +204,11 @@ class SparseOperand(ReadOnly):
             around = piece[0] // chunk * chunk, min(-(-piece[1] // chunk) * chunk, part.shape[1])
             setattr(_of_thread, use, None)
             size = (around[1] - around[0]) * part.dtype.itemsize
-            out = scratch(size, use)[:size].view(part.dtype)
-            part.read((0, 1), around, out[None])
+            out, has = scratch(size, use)[:size].view(part.dtype), around[0]
+            if kept is not None and kept[0]() is part and kept[1][0] <= has < kept[1][1]:
+                has = kept[1][1]  # the last chunks that were read are the first ones of this piece
+                out[: has - around[0]] = kept[2][around[0] - kept[1][0] :]
+            part.read((0, 1), (has, around[1]), out[None, has - around[0] :])
             kept = ref(part), around, out
             if chunk > 1:
                 setattr(_of_thread, use, kept)
@@ -350,7 +353,7 @@ _of_thread = threading.local()
 def _piece_bytes(part: Matrix) -> int:
     """Return the memory that a thread needs for a piece of the indices or the data."""
     chunk, entries = 1 if part.layout.partial_reads else part.layout.read_chunk[1], part.shape[1]
-    return min(-(-PIECE // chunk) * chunk + chunk, max(1, entries)) * part.dtype.itemsize
+    return min(-(-PIECE // chunk) * chunk + 2 * chunk, 2 * max(1, entries)) * part.dtype.itemsize
 
 
 def _pieces(entries: Range) -> Iterator[Range]:

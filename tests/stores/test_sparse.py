@@ -1,6 +1,7 @@
 """Sparse operands give the results of dense ones, and bad ones are refused before anything is written."""
 
 import importlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import oocgemm
 from oocgemm import stores
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.stores import sparse
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.sparse_files import FORMS, PLACES, in_memory, parts_of, stored, write
 from tests.support.suite import each_value, examples
 
@@ -46,6 +48,31 @@ def test_every_dtype_is_multiplied_as_that_of_a_dense_array(tmp_path: Path, dtyp
     expected = oocgemm.gram(dense, axis=1, uplo="full", **ON_HOST).out
     assert found.dtype == expected.dtype
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("piece", [7, 37, 60])
+def test_chunks_of_parts_are_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """A chunk of 50 entries that two pieces share stays in memory, and so do those of the next piece."""
+    monkeypatch.setattr(sparse, "PIECE", piece)
+    matrix = stores.open_matrix("X", stored(tmp_path, "v3.zarr", X, "csr"))
+    read = list[Any]()
+    right = ZarrMatrix.read
+
+    def noted(self: Any, rows: Any, cols: Any, out: Any) -> None:
+        read.append((self, cols))
+        right(self, rows, cols, out)
+
+    monkeypatch.setattr(ZarrMatrix, "read", noted)
+    out = np.full(X.shape, 77, X.dtype)
+    for rows in ((0, 41), (41, 90)):
+        matrix.read(rows, (0, 24), out[slice(*rows)])
+    np.testing.assert_array_equal(out, X)
+    for part in {each for each, _ in read}:
+        cuts = [cols for each, cols in read if each is part]
+        assert cuts[0][0] == 0
+        assert all(end == start for (_, end), (start, _) in pairwise(cuts))
 
 
 VERBS: dict[str, Any] = {
