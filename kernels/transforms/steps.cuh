@@ -49,6 +49,13 @@ __device__ inline double element_absent(double, double& stored, double, const st
 __device__ inline double element_unsigned(double, double& stored, double, const step_t& s) {
     return stored = stored < 0 ? stored + s.first : stored;
 }
+__device__ inline double element_normalize(double, double& stored, double u, const step_t&) {
+#ifdef __CUDA_ARCH__
+    return stored = __dmul_rn(stored, u);
+#else
+    return stored = stored * u;
+#endif
+}
 // Not contracted, as above.
 __device__ inline double element_unpack(double, double& stored, double, const step_t& s) {
 #ifdef __CUDA_ARCH__

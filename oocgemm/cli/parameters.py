@@ -44,8 +44,9 @@ class Changes(click.ParamType[Transform]):
             name, equals, text = part.partition("=")
             if name not in Transform.__dataclass_fields__ or bool(equals) == (name == "log1p"):
                 self.fail(
-                    f"{part!r} is not part of a transform: write missing=CODE, impute=mean|0|FILE|raise, "
-                    "log1p, center=k|FILE, scale=k|hwe|FILE or cast=DTYPE, separated by commas",
+                    f"{part!r} is not part of a transform: write missing=CODE, "
+                    "impute=mean|NUMBER|FILE|raise, target_sum=NUMBER, log1p, center=k|FILE, "
+                    "scale=k|hwe|FILE or cast=DTYPE, separated by commas",
                     param,
                     ctx,
                 )
@@ -57,7 +58,7 @@ class Changes(click.ParamType[Transform]):
     def _value(self, name: str, text: str, param: Any, ctx: Any) -> Any:
         if name == "log1p":
             return True
-        if name == "missing" or (name == "impute" and text not in ("mean", "raise")):
+        if name in ("missing", "target_sum") or (name == "impute" and text not in ("mean", "raise")):
             try:
                 return float(text)
             except ValueError:

@@ -443,8 +443,10 @@ def _kept(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
 
 def _standardized(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
     """Return an operand with the rows of op(A), or the columns of op(B), transformed and standardized."""
-    x = transformed(_kept(x, source, op, left=left), source.transform, op, left=left)
-    return standardized(x, source.standardize, int(left == op.swaps))
+    axis, kept = int(left == op.swaps), _kept(x, source, op, left=left)
+    whole = x if axis else kept  # rows that are left out need no sums
+    change = transformed(kept, source.transform, op, left=left, whole=whole)
+    return standardized(change, source.standardize, axis)
 
 
 def _open_selection(

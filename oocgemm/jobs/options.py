@@ -185,9 +185,9 @@ def _changes(operand: str) -> Option:
         f"Transform the elements of {operand} on load: missing codes, means, scales, casts. Means and scales "
         "are per index along k.",
         "If the operand is cast to float16 or bfloat16, C is float32 by default.",
-        syntax="Values are separated by commas: missing=CODE, impute=mean|0|FILE|raise, log1p, "
-        "center=k|FILE, scale=k|hwe|FILE, cast=DTYPE, such as missing=-1,center=k,scale=k,cast=float16. FILE "
-        "is a .npy file with one number for each index.",
+        syntax="Values are separated by commas: missing=CODE, impute=mean|NUMBER|FILE|raise, "
+        "target_sum=NUMBER, log1p, center=k|FILE, scale=k|hwe|FILE, cast=DTYPE, such as "
+        "missing=-1,center=k,scale=k,cast=float16. FILE is a .npy file with one number for each index.",
         metavar="CHANGES",
         service=False,
     )

@@ -326,6 +326,7 @@ class PcaPasses:
             self.transform = replace(self.transform, missing=MISSING)
         self.dtype = _multiplied(self.matrix, self.transform)
         kinds = {step.kind for step in self.transform.steps(None, "cols")}
+        kinds |= {"target_sum"} if self.transform.target_sum is not None else set()
         if not kinds <= _FOLDED:
             raise InputError(
                 f"the transform has {', '.join(kinds - _FOLDED)}, and principal components are computed of X "

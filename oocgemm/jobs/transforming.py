@@ -7,7 +7,7 @@ show whether genotypes are missing.
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import isnan
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import (
     ConvertedMatrix,
     ImputedMatrix,
+    NormalizedMatrix,
     Numbers,
     StandardizedMatrix,
     SteppedMatrix,
@@ -215,24 +216,37 @@ def by_rows(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) 
     """Return an operand with its transform, and its op. Column-major operands become their transposes."""
     matrix = accepted(matrix, transform)
     by_row, new_op = stores.by_rows(matrix, op)
-    return transformed(by_row, transform, new_op, left=left, lines=_LINES[int(left != op.swaps)]), new_op
+    turned = int(op.swaps != new_op.swaps)
+    lines = _LINES[int(left != op.swaps)]
+    return transformed(by_row, transform, new_op, left=left, lines=lines, rows=turned), new_op
 
 
 def transformed(
-    matrix: Matrix, transform: Transform | None, op: Op, *, left: bool, lines: str | None = None
+    matrix: Matrix,
+    transform: Transform | None,
+    op: Op,
+    *,
+    left: bool,
+    lines: str | None = None,
+    rows: int = 0,
+    whole: Matrix | None = None,
 ) -> Matrix:
     """Return an operand with its transform; without a transform, return the operand itself.
 
     The result can be planned with, but not read before `readable` has found its numbers. `left` tells whether
     it is A, whose op() has k columns, and not B, whose op() has k rows. `lines` is what the caller calls the
-    indices along k, "rows" or "columns", if not by this matrix.
+    indices along k, "rows" or "columns", if not by this matrix. `rows` is the axis of this matrix that
+    numbers stored rows. Columns of `whole`, if given, were selected.
     """
     if transform is None:
         return matrix
     if not isinstance(transform, Transform):
         raise InputError(f"the transform of {matrix.name} is {transform!r}: pass an oocgemm.Transform")
-    k_axis = int(left != op.swaps)
-    return TransformedMatrix(accepted(matrix, transform), transform, k_axis, lines or _LINES[k_axis])
+    k_axis, matrix = int(left != op.swaps), accepted(matrix, transform)
+    if transform.target_sum is not None:
+        whole = None if whole is None else accepted(whole, transform)
+        matrix = NormalizedMatrix(matrix, transform.target_sum, rows, whole)
+    return TransformedMatrix(matrix, transform, k_axis, lines or _LINES[k_axis])
 
 
 def accepted(matrix: Matrix, transform: Transform | None) -> Matrix:
@@ -266,11 +280,26 @@ def _of_transform(matrix: TransformedMatrix, memory: int, sweep: Sweep | None) -
     return _numbers(matrix, found)
 
 
+def _of_rows(matrix: NormalizedMatrix, memory: int, sweep: Sweep | None) -> tuple[Numbers, ...]:
+    """Return the factors of rows. Raises `InputError` for a row whose sum is negative or not finite."""
+    how = Transform(missing=None if matrix.whole.dtype.kind in "biu" else nan)
+    found = stats_of(matrix.whole, 1 - matrix.axis, how, memory, extremes=False, sweep=sweep)
+    sums = np.where(found.count > 0, found.mean, 0) * found.count
+    if (rows := np.flatnonzero(~(np.isfinite(sums) & (sums >= 0)))).size:
+        raise InputError(
+            f"row {rows[0]} of {matrix.name} has the sum {sums[rows[0]]:g}, which cannot become "
+            f"{matrix.target:g} (one of {rows.size} such rows): leave it out, or pass factors as target_sum"
+        )
+    with np.errstate(divide="ignore"):
+        return (np.where(sums > 0, matrix.target / sums, 1.0),)
+
+
 # The function that finds the numbers of each kind of view.
 _NUMBERS: dict[type[SteppedMatrix], Callable[..., tuple[Numbers, ...]]] = {
     TransformedMatrix: _of_transform,
     StandardizedMatrix: _of_lines,
     ConvertedMatrix: lambda matrix, memory, sweep: (),
+    NormalizedMatrix: _of_rows,
 }
 
 
@@ -301,6 +330,8 @@ def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Numbers, .
             numbers.append(1 / scale)
         elif isinstance(u, np.ndarray):
             numbers.append(u)
+        elif step.kind == "impute" and transform.imputed is not None:
+            numbers.append(np.broadcast_to(transform.imputed, extent))
         elif found is None or step.source == GIVEN:
             numbers.append(zeros)
         elif step.kind == "impute":
@@ -384,6 +415,8 @@ def _own_numbers(matrix: TransformedMatrix, *names: str) -> str:
     made |= {"center": "mean"} if isinstance(transform.center, str) else {}
     made |= {"scale": "scale"} if isinstance(transform.scale, str) else {}
     made = {name: made[name] for name in names or made}
+    if transform.target_sum is not None:  # statistics of rows as they are stored would be others
+        return f"pass arrays of your own as {' and '.join(made)}"
     source = stored.name if stored.path is None else repr(stored.path)
     code = 'float("nan")' if transform.missing is not None and isnan(transform.missing) else transform.missing
     given = f"{source}, {1 - _LINES.index(matrix.lines)}, missing={code}, log1p={transform.log1p}"

@@ -38,6 +38,7 @@ class StepKind(NamedTuple):
 KINDS = {
     "absent": StepKind("NaN where x is the constant; x elsewhere", has_numbers=False, decodes=True),
     "unsigned": StepKind("x, plus the constant if x is below 0", has_numbers=False, decodes=True),
+    "normalize": StepKind("x u", decodes=True),
     "unpack": StepKind("the first constant times x, plus the second one", has_numbers=False, decodes=True),
     "log1p": StepKind("log(1 + x)", has_numbers=False),
     "impute": StepKind("u where the stored element is the constant, or NaN if that is NaN; x elsewhere"),

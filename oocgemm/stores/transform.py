@@ -36,7 +36,7 @@ class Transform:
     Args:
         missing: the code of missing elements, such as -1 or NaN. None: there are none.
         impute: the replacement of a missing element: "mean" (default), the mean of the other elements at the
-            same index along k, after log1p; or 0; or an ndarray with one number per index along k; or
+            same index along k, after log1p; or a number; or an ndarray with one number per index along k; or
             "raise": an operand with missing elements is refused.
         log1p: replace x by log(1 + x).
         center: the number to subtract: "k", the mean of the elements that are not missing, after log1p; or an
@@ -52,6 +52,10 @@ class Transform:
             centred and stay int8, with cast="int8": then its product is exact, and the centers are subtracted
             from C, which is float64.
 
+        target_sum: first multiply each stored row by a factor, so that its sum becomes this number, such as
+            1e4; or an ndarray with one factor per stored row. Sums are those of all stored columns, as in
+            scanpy's `normalize_total`. NaN does not count, and rows of zeros stay zeros.
+
     Raises:
         InputError: an argument cannot be used.
     """
@@ -63,6 +67,7 @@ class Transform:
     scale: Any = None
     cast: str | None = None
     clip: tuple[float, float] | None = None
+    target_sum: Any = None
 
     def __post_init__(self) -> None:
         missing = self.missing
@@ -74,8 +79,8 @@ class Transform:
         by_word = isinstance(self.impute, str) and self.impute in ("mean", "raise")
         if isinstance(self.impute, np.ndarray):
             object.__setattr__(self, "impute", _vector("impute", self.impute, ("mean", "raise")))
-        elif not by_word and not _is_zero(self.impute):
-            raise InputError(f"impute = {self.impute!r}: pass 'mean', 0, 'raise' or an ndarray")
+        elif not by_word and not _is_number(self.impute):
+            raise InputError(f"impute = {self.impute!r}: pass 'mean', a finite number, 'raise' or an ndarray")
         for name, words in (("center", ("k",)), ("scale", ("k", "hwe"))):
             object.__setattr__(self, name, _vector(name, getattr(self, name), words))
         if isinstance(self.scale, str) and self.scale == "hwe" and self.log1p:
@@ -84,6 +89,13 @@ class Transform:
             )
         if self.clip is not None:
             object.__setattr__(self, "clip", _limits(self.clip))
+        if self.target_sum is not None:
+            object.__setattr__(self, "target_sum", _target(self.target_sum))
+            if self.missing is not None and not isnan(self.missing):
+                raise InputError(
+                    f"missing = {self.missing} with target_sum: missing elements would count in the sums "
+                    "of rows; pass missing=float('nan')"
+                )
         if self.cast is not None:
             name = named_dtype(self.cast)
             if name not in CASTS:
@@ -93,6 +105,12 @@ class Transform:
     @property
     def imputes_mean(self) -> bool:
         return self.missing is not None and isinstance(self.impute, str) and self.impute == "mean"
+
+    @property
+    def imputed(self) -> float | None:
+        """The number that replaces missing elements, if it is one for all."""
+        one = self.missing is not None and isinstance(self.impute, int | float | np.number)
+        return float(self.impute) if one else None
 
     @property
     def raises(self) -> bool:
@@ -106,8 +124,9 @@ class Transform:
     @property
     def is_plain(self) -> bool:
         """Whether elements keep their values, except that missing ones become 0. C may be corrected later."""
-        imputes = self.imputes_mean or isinstance(self.impute, np.ndarray)
-        kept = not (self.log1p or imputes or self.clip) and self.scale is None
+        imputes = self.imputes_mean or isinstance(self.impute, np.ndarray) or self.imputed not in (None, 0)
+        changes = self.log1p or imputes or self.clip or self.target_sum is not None
+        kept = not changes and self.scale is None
         return kept and (self.center is None or self.cast == "int8")
 
     @property
@@ -215,8 +234,21 @@ def _limits(given: Any) -> tuple[float, float]:
     return low, high
 
 
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(value == 0)
+def _target(given: Any) -> float | Array:
+    if isinstance(given, np.ndarray):
+        factors = np.array(given, np.float64)
+        if factors.ndim != 1 or not np.isfinite(factors).all():
+            raise InputError("target_sum: pass a number, or a vector with one finite factor per stored row")
+        factors.setflags(write=False)
+        return factors
+    if not (_is_number(given) and given > 0):
+        raise InputError(f"target_sum = {given!r}: pass a positive number, such as 1e4")
+    return float(given)
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return bool(number and np.isreal(value) and isfinite(value))
 
 
 def _vector(name: str, given: Any, words: tuple[str, ...]) -> Array | str | None:

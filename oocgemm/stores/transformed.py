@@ -51,8 +51,8 @@ def apply(steps: Sequence[ElementStep], numbers: Sequence[Numbers], x: Array) ->
     """
     decoding = sum(step.decodes for step in steps)
     with np.errstate(all="ignore"):
-        for step in steps[:decoding]:
-            x = _FORMS[step.kind](x, step, None)
+        for step, u in zip(steps[:decoding], numbers[:decoding], strict=True):
+            x = _FORMS[step.kind](x, step, _along(step, u))
         missing = {
             i: is_missing(x, step.constants[0]) for i, step in enumerate(steps) if step.kind == "impute"
         }
@@ -62,15 +62,19 @@ def apply(steps: Sequence[ElementStep], numbers: Sequence[Numbers], x: Array) ->
                 assert u is not None
                 x[lost] = u[lost[step.axis == "cols"]]
             else:
-                along = None if u is None else u.reshape((-1, 1) if step.axis == "rows" else (1, -1))
-                x = _FORMS[step.kind](x, step, along)
+                x = _FORMS[step.kind](x, step, _along(step, u))
     return x
+
+
+def _along(step: ElementStep, u: Array | None) -> Array | None:
+    return None if u is None else u.reshape((-1, 1) if step.axis == "rows" else (1, -1))
 
 
 # The functions of all steps but `impute`, which needs to know the missing elements (`apply`).
 _FORMS: dict[str, Callable[[Array, ElementStep, Any], Array]] = {
     "absent": lambda x, step, u: _set(x, x == step.constants[0], nan),
     "unsigned": lambda x, step, u: np.add(x, step.constants[0], out=x, where=x < 0),
+    "normalize": lambda x, step, u: np.multiply(x, u, out=x),
     "unpack": lambda x, step, u: np.add(np.multiply(x, step.constants[0], out=x), step.constants[1], out=x),
     "log1p": lambda x, step, u: np.log1p(x, out=x),
     "center": lambda x, step, u: np.subtract(x, u, out=x),
@@ -373,6 +377,50 @@ class TransformedMatrix(SteppedMatrix):
     @property
     def what(self) -> str:  # type: ignore[override]
         return str(self.transform or "no change")
+
+
+class NormalizedMatrix(SteppedMatrix):
+    """A read-only view of a matrix whose rows are multiplied by factors, so that their sums are `target`.
+
+    `target` may be an array with the factors themselves. NaN does not count in sums, and rows of zeros stay.
+
+    Attributes:
+        whole: the matrix whose rows are summed, before columns of it were selected.
+        axis: the axis of `matrix` that numbers the rows: 1 if `matrix` is the transpose of what is stored.
+    """
+
+    unpacks = True
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        target: float | Array,
+        axis: int,
+        whole: Matrix | None = None,
+        numbers: Sequence[Numbers] | None = None,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        self.target, self.axis, self.whole = target, axis, matrix if whole is None else whole
+        if isinstance(target, np.ndarray):
+            if len(target) != matrix.shape[axis]:
+                raise InputError(
+                    f"target_sum has {len(target)} elements, and {matrix.name} has {matrix.shape[axis]} "
+                    "rows: pass a number, or one factor for each row"
+                )
+            numbers = (target,)
+        step = ElementStep("normalize", _AXES[axis], STREAMED)
+        super().__init__(
+            matrix, [step], numbers, dtype or Transform(log1p=True).result(matrix.name, matrix.dtype)
+        )
+
+    def on(
+        self, matrix: Matrix, numbers: Sequence[Numbers] | None, dtype: np.dtype[Any] | None = None
+    ) -> Self:
+        return type(self)(matrix, self.target, self.axis, self.whole, numbers, dtype or self.dtype)
+
+    @property
+    def what(self) -> str:  # type: ignore[override]
+        return f"rows of axis {self.axis} normalized"
 
 
 class StandardizedMatrix(SteppedMatrix):
