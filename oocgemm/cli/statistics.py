@@ -3,7 +3,9 @@
 A verb with a summary in `oocgemm.jobs.support.VERBS` has a command without a function of its own here.
 """
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -32,6 +34,7 @@ from oocgemm.jobs import support
 from oocgemm.jobs.options import SELECTION_OPTIONS
 from oocgemm.jobs.pca_passes import state_path
 from oocgemm.jobs.request import Destination
+from oocgemm.jobs.stats import stats as summarize
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_time
 from oocgemm.timeline import Span
@@ -223,6 +226,61 @@ def pca(
         click.echo(f"singular values: {_listed(found.singular_values, 6)}")
         click.echo(f"residuals:       {_listed(found.residuals, 2)}")
         click.echo(f"\nComponents: {out}")
+
+
+@click.command()
+@click.argument("x", type=Place())
+@click.argument("out", type=Place())
+@click.option(
+    "--axis", type=click.IntRange(0, 1), default=0, show_default=True,
+    help="0: one number for each column of X. 1: for each row.",
+)  # fmt: skip
+@click.option(
+    "--missing", type=float, metavar="CODE",
+    help="Code of missing elements, such as -1 or nan, which are left out.  [default: what X declares]",
+)  # fmt: skip
+@click.option("--log1p", is_flag=True, help="Compute statistics of log(1 + x).")
+@click.option("--no-decode", is_flag=True, help="Take the numbers of X as they are stored.")
+@click.option("--memory", metavar="SIZE", help="Upper bound on memory, such as 4GiB.  [default: 50% of RAM]")
+@taking(JSON, QUIET)
+def stats(
+    x: str,
+    out: str,
+    axis: int,
+    missing: float | None,
+    log1p: bool,
+    no_decode: bool,
+    memory: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compute means, variances and extremes of the columns or rows of X, by one read of X.
+
+    OUT is the path of a new .npz file with the arrays count, missing, mean, variance, min and max. Elements
+    that X declares as missing are left out.
+
+    Example: oocgemm stats X.zarr stats.npz --axis 1
+    """
+    stores.load_without_cupy(x)
+    if not out.endswith(".npz"):
+        raise InputError(f"OUT at {out}: statistics are stored in a .npz file: give {out}.npz")
+    if os.path.lexists(out):
+        raise InputError(f"something exists at {out}: give another path, or remove it")
+    if quiet:
+        silence_warnings()
+    found = summarize(x, axis, missing=missing, log1p=log1p, decode=not no_decode, host_memory=memory)
+    arrays = {field.name: getattr(found, field.name) for field in fields(found)}
+    with open(out, "xb") as file:
+        np.savez(file, **arrays)
+    facts = {"out": out, "extent": len(found.count), "missing": int(found.missing.sum())}
+    if as_json:
+        print_json(facts)
+    elif not quiet:
+        lines = ("columns", "rows")[axis]
+        click.echo(f"{facts['extent']} {lines}, {facts['missing']} missing elements")
+        for name in ("mean", "variance", "min", "max"):
+            click.echo(f"{name + ':':10}{_listed(arrays[name], 6)}")
+        click.echo(f"\nStatistics: {out}")
 
 
 def _listed(numbers: NDArray[np.float64], digits: int) -> str:

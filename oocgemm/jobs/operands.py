@@ -432,8 +432,11 @@ def _multiplied(x: Matrix, source: Source, *, left: bool) -> tuple[Matrix, Op]:
     op = op_of("trans_a" if left else "trans_b", source.op)
     if source.standardize:
         return by_rows(_standardized(x, source, op, left=left), None, op, left=left)
-    x = _kept(x, source, op, left=left)
-    return by_rows(x, source.transform, op, left=left and not source.of_lines)
+    kept = _kept(x, source, op, left=left)
+    whole = (
+        x if left == op.swaps and kept is not x else None
+    )  # columns that are left out count in sums of rows
+    return by_rows(kept, source.transform, op, left=left and not source.of_lines, whole=whole)
 
 
 def _kept(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:

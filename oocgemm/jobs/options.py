@@ -370,7 +370,7 @@ class _Access(TypedDict, total=False):
         bool,
         Option(
             "Respect what an operand declares about its elements.",
-            "Packed arrays (netCDF's `scale_factor`, `add_offset`, `_Unsigned`) are refused. A missing "
+            "Packed arrays (netCDF's `scale_factor`, `add_offset`, `_Unsigned`) are unpacked. A missing "
             "element (`_FillValue`, `missing_value`, -1 in a .bed file) is an error, unless a transform has "
             "its code as `missing`. False takes the numbers as they are stored.",
             True,

@@ -75,7 +75,7 @@ from oocgemm.stores.transformed import (
     is_missing,
     positions,
 )
-from oocgemm.stores.unpacked import accepting
+from oocgemm.stores.unpacked import accepting, known_missing
 from oocgemm.system import cache
 from oocgemm.system.resources import available_memory
 from oocgemm.values import dataclass
@@ -247,8 +247,8 @@ def stats(
         x: a two-dimensional operand as for `gemm`. Not complex.
         axis: the axis that is reduced, as in NumPy: 0 (default) for one number per column, which
             ``gram(x)`` needs, or 1 for one number per row.
-        missing: code of missing elements, such as -1 or NaN, which are left out. By default the code of
-            missing genotypes for a .bed file, and none for other operands.
+        missing: code of missing elements, such as -1 or NaN, which are left out. By default what the operand
+            declares: the code of missing genotypes for a .bed file, and `_FillValue` and `missing_value`.
         log1p: whether to compute statistics of log(1 + x) in place of x.
         decode: as for `gemm`.
         host_memory: upper bound on memory, in bytes or as "2GiB"; half of the available RAM by default. The
@@ -272,6 +272,8 @@ def stats(
     matrix = stores.open_matrix("X", stores.located("X", x), decode=decode)
     if missing is None and decode and isinstance(matrix, Genotypes):
         missing = MISSING
+    if missing is None:
+        matrix, missing = known_missing(matrix)
     transform = Transform(missing=missing, log1p=log1p)
     transform.result("X", matrix.dtype)  # refuses complex operands
     matrix, op = stores.by_rows(accepting(matrix, transform.code("X", matrix.dtype)), Op.N)

@@ -212,13 +212,18 @@ def check_known(
         )
 
 
-def by_rows(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) -> tuple[Matrix, Op]:
-    """Return an operand with its transform, and its op. Column-major operands become their transposes."""
+def by_rows(
+    matrix: Matrix, transform: Transform | None, op: Op, *, left: bool, whole: Matrix | None = None
+) -> tuple[Matrix, Op]:
+    """Return an operand with its transform, and its op. Column-major operands become their transposes.
+
+    Columns of `whole`, if given, were selected.
+    """
     matrix = accepted(matrix, transform)
     by_row, new_op = stores.by_rows(matrix, op)
     turned = int(op.swaps != new_op.swaps)
     lines = _LINES[int(left != op.swaps)]
-    return transformed(by_row, transform, new_op, left=left, lines=lines, rows=turned), new_op
+    return transformed(by_row, transform, new_op, left=left, lines=lines, rows=turned, whole=whole), new_op
 
 
 def transformed(

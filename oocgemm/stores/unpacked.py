@@ -6,7 +6,7 @@ and stay as they are in others.
 """
 
 from collections.abc import Sequence
-from math import isfinite, isnan
+from math import isfinite, isnan, nan
 from typing import Any, Self
 
 import numpy as np
@@ -76,6 +76,23 @@ def decoded(matrix: Matrix) -> Matrix:
     ):
         refuse_packed(place_of(matrix), found)
     return UnpackedMatrix(matrix, found)
+
+
+def known_missing(matrix: Matrix) -> tuple[Matrix, float | None]:
+    """Return an operand whose missing elements are those that it declares, and their code; None for none.
+
+    If it has several codes, or is packed, the elements become NaN.
+    """
+    if isinstance(matrix, UnpackedMatrix):
+        return matrix.accepting(nan), nan
+    if not isinstance(matrix, CompleteMatrix) or matrix.dtype.kind == "c":
+        return matrix, None
+    if len(matrix.missing) == 1:
+        return matrix, float(matrix.missing[0])
+    plain: Matrix = matrix
+    for code in matrix.missing:
+        plain = accepting(plain, code)
+    return UnpackedMatrix(plain, Declared(missing=matrix.missing), matrix.missing), nan
 
 
 def accepting(matrix: Matrix, code: float | None) -> Matrix:

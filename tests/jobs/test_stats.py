@@ -1,5 +1,6 @@
 """`oocgemm.stats`: NumPy's numbers in one pass, in any order of threads, cached by the files' fingerprint."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from oocgemm.jobs import stats as module
 from oocgemm.jobs import streaming
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.transform import Transform
+from tests.support.command import command
 from tests.support.suite import examples
 
 
@@ -189,3 +191,37 @@ def test_a_failed_read_names_the_block_and_ends_the_threads() -> None:
         pytest.raises(ExecutionError, match=message),
     ):
         oocgemm.stats(np.ones((50, 16))[:, ::2])  # rows that are not contiguous are copied by `read`
+
+
+def test_elements_that_are_declared_as_missing_are_left_out(tmp_path: Path) -> None:
+    x = np.random.default_rng(3).integers(0, 9, (12, 5)).astype("i2")
+    for codes in ((8,), (8, 7)):
+        names = dict(zip(("_FillValue", "missing_value"), codes, strict=False))
+        for packed in ({}, {"scale_factor": 0.5, "add_offset": 1.0}):
+            path = tmp_path / f"{len(codes)}{len(packed)}.zarr"
+            zarr.create_array(path, data=x, chunks=(5, 3), attributes={**names, **packed})
+            wide = np.where(np.isin(x, codes), np.nan, x / 2 + 1 if packed else x)
+            found = oocgemm.stats(path)
+            np.testing.assert_array_equal(found.missing, np.isnan(wide).sum(0))
+            np.testing.assert_allclose(found.mean, np.nanmean(wide, 0))
+            np.testing.assert_allclose(found.variance, np.nanvar(wide, 0))
+            np.testing.assert_array_equal(found.max, np.nanmax(wide, 0))
+    np.testing.assert_array_equal(oocgemm.stats(path, decode=False).mean, x.mean(0))
+
+
+def test_the_command_stores_statistics(tmp_path: Path) -> None:
+    x = np.random.default_rng(4).standard_normal((6, 9))
+    x[2, 3] = -1
+    np.save(tmp_path / "x.npy", x)
+    words = "stats", str(tmp_path / "x.npy"), str(tmp_path / "s.npz"), "--axis", "1", "--missing", "-1"
+    done = command(*words)
+    assert done.code == 0, done.err
+    assert "6 rows, 1 missing elements" in done.out
+    expected = oocgemm.stats(x, 1, missing=-1)
+    with np.load(tmp_path / "s.npz") as found:
+        for name in ("count", "missing", "mean", "variance", "min", "max"):
+            np.testing.assert_array_equal(found[name], getattr(expected, name))
+    assert command(*words).code == 2
+    assert command(*words[:2], str(tmp_path / "s.zarr")).code == 2
+    again = command(*words[:2], str(tmp_path / "t.npz"), "--json")
+    assert json.loads(again.out) == {"out": str(tmp_path / "t.npz"), "extent": 9, "missing": 0}
