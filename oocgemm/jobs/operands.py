@@ -436,7 +436,16 @@ def _multiplied(x: Matrix, source: Source, *, left: bool) -> tuple[Matrix, Op]:
     whole = (
         x if left == op.swaps and kept is not x else None
     )  # columns that are left out count in sums of rows
-    return by_rows(kept, source.transform, op, left=left and not source.of_lines, whole=whole)
+    change = _of_kept(source, int(left == op.swaps))
+    return by_rows(kept, change, op, left=left and not source.of_lines, whole=whole)
+
+
+def _of_kept(source: Source, axis: int) -> Transform | None:
+    """Return the transform of an operand, with the factors of the rows that are kept (`axis` 0)."""
+    change = source.transform
+    if change is None or source.kept is None or axis or not isinstance(change.target_sum, np.ndarray):
+        return change
+    return replace(change, target_sum=change.target_sum[source.kept])
 
 
 def _kept(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
@@ -448,7 +457,7 @@ def _standardized(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
     """Return an operand with the rows of op(A), or the columns of op(B), transformed and standardized."""
     axis, kept = int(left == op.swaps), _kept(x, source, op, left=left)
     whole = x if axis else kept  # rows that are left out need no sums
-    change = transformed(kept, source.transform, op, left=left, whole=whole)
+    change = transformed(kept, _of_kept(source, axis), op, left=left, whole=whole)
     return standardized(change, source.standardize, axis)
 
 

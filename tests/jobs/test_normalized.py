@@ -119,6 +119,11 @@ def test_factors_may_be_given() -> None:
     change = Transform(target_sum=factors)
     found = oocgemm.gemm(x, np.eye(5), transform_a=change, backend="host").out
     np.testing.assert_allclose(found, x * factors[:, None], rtol=1e-7)
+    x[4] = 2
+    with pytest.warns(oocgemm.DataWarning, match="equal elements"):
+        kept = oocgemm.corr(x, transform=change, constant="drop", backend="host").out
+    rows = np.flatnonzero(x.std(1) > 0)
+    np.testing.assert_allclose(kept, np.corrcoef(x[rows]), atol=1e-6)
     with pytest.raises(InputError, match="target_sum has 6 elements, and A has 5 rows"):
         oocgemm.gemm(x[:5], np.eye(5), transform_a=change, backend="host")
 
