@@ -240,6 +240,10 @@ class BedMatrix(ReadOnly):
     def packed(self) -> Matrix:
         return NpyMatrix(self.name, self._path, (self._variants, self._line), self.dtype, _HEADER)
 
+    def fam(self) -> bytes:
+        """Return the content of the .fam file. Raises `InputError`."""
+        return _fam(self._path)
+
     def individuals(self) -> list[tuple[str, str]]:
         """Return the family ID and the individual ID of each individual."""
         return individuals_of(self._path)
@@ -322,15 +326,20 @@ def open_bed(name: str, path: Path) -> BedMatrix:
 def individuals_of(path: Path) -> list[tuple[str, str]]:
     """Return the family ID and the individual ID of each individual of a .bed file. Raises `InputError`."""
     place = path.with_suffix(".fam")
-    try:
-        lines = read_regular(place).decode("utf-8", "surrogateescape").splitlines()
-    except OSError as error:
-        raise InputError(f"{place} cannot be read: {error.strerror}") from error
+    lines = _fam(path).decode("utf-8", "surrogateescape").splitlines()
     found = [line.split(maxsplit=2) for line in lines]
     for number, words in enumerate(found, 1):
         if len(words) < 2:
             raise InputError(f"line {number} of {place} has no family and individual ID: add them")
     return [(words[0], words[1]) for words in found]
+
+
+def _fam(path: Path) -> bytes:
+    place = path.with_suffix(".fam")
+    try:
+        return read_regular(place)
+    except OSError as error:
+        raise InputError(f"{place} cannot be read: {error.strerror}") from error
 
 
 def _count_lines(name: str, path: Path, suffix: str) -> int:

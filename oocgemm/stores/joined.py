@@ -134,9 +134,11 @@ def _check_genotypes(name: str, parts: Sequence[BedMatrix], axis: int) -> None:
             f"{name}: .bed files would be joined along their individuals: pass axis=1 (--concat 1) to join "
             "them along their variants"
         )
-    known = parts[0].individuals()
+    content = parts[0].fam()
     for part in parts[1:]:
-        found = part.individuals()
+        if part.fam() == content:
+            continue
+        known, found = parts[0].individuals(), part.individuals()
         for at, (one, other) in enumerate(zip(known, found, strict=True)):
             if one != other:
                 raise InputError(
