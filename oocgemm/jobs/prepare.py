@@ -617,13 +617,13 @@ def _plan(
     )
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
-    found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
+    found = codings(problem, a, b) if backend == "cuda" else {}
     codec = codec_of_c(c, existing, problem.c_dtype, output.compressor) if backend == "cuda" else ""
 
     def tuned(budgets: Budgets, codec: str) -> Layouts:
         asked = layouts.with_requests(requests_of(request.requests), budgets.host, reads_c=problem.reads_c)
         coded = with_encoding(Setting(problem, machine, asked, budgets, devices), codec)
-        return with_decoding(Setting(problem, machine, coded, budgets), found)
+        return with_decoding(Setting(problem, machine, coded, budgets, devices), found)
 
     def planned(budgets: Budgets, effort: float, codec: str) -> Plan:
         to, given = tuned(budgets, codec), (problem, budgets, machine)

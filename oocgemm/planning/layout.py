@@ -486,7 +486,7 @@ def request_bytes(layouts: Mapping[str, Layout], *, reads_c: bool) -> int:
 # Bytes of C per second that a GPU compresses. An H200 compressed 13 to 30 GB/s during products.
 ENCODING_RATE = 14e9
 # A function of the coding and the decoded bytes of an array: the bytes per second at which a GPU decodes it.
-DecodingRate = Callable[[Coding, int], float]
+DecodingRate = Callable[[Coding, int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -618,7 +618,8 @@ class Decoded(Route):
     def copy_rate(
         self, link: float, machine: MachineModel, whole: Shape, block: Shape, decoding: DecodingRate
     ) -> float:
-        decoded = decoding(self.coding, prod(whole) * self.layout.itemsize)
+        size, panel = (prod(extents) * self.layout.itemsize for extents in (whole, block))
+        decoded = decoding(self.coding, size, panel)
         rate = min(link / self.coding.stored_share, decoded)
         return rate / self.layout.read_amplification(whole, block)
 

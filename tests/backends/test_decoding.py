@@ -44,6 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }.items():
         monkeypatch.setattr(coding, name, value)
     monkeypatch.setattr(coding, "STORED_RATE", 1e12)
+    monkeypatch.setattr(coding, "STORED_RATES_OF_STREAM", {})
     monkeypatch.setattr(coding, "DECODING_RATES", {"zstd": (1e12, 1e12), "lz4": (1e12, 1e12)})
     coding.decoding_shape.cache_clear()
     yield
@@ -98,6 +99,18 @@ def test_both_operands_shards_and_parts_of_chunks(tmp_path: Path) -> None:
     assert decodes(result.plan, "B")
     for tier in ("device", "host"):
         assert getattr(result.plan.footprint, tier)["decode"] > 0
+
+
+def test_several_devices_decode_their_panels(tmp_path: Path) -> None:
+    a, b = integers(rng, SHAPE, "float64"), integers(rng, (SHAPE[1], 190), "float64")
+    (tmp_path / "b").mkdir()
+    places = stored(tmp_path, a), stored(tmp_path / "b", b, "zstd")
+    with decoding_gpu():
+        result = oocgemm.gemm(*places, backend="cuda", kernel="cublas", devices="0,0", tile="64x64x100")
+    np.testing.assert_array_equal(result.out, a @ b)
+    assert result.plan.decoded == "A (blosc-zstd), B (zstd)"
+    used = result.plan.footprint.host["decode"]
+    assert used == 2 * coding.decoding_shape(result.plan.setting).host_bytes
 
 
 def test_a_transform_and_a_gram_matrix(tmp_path: Path) -> None:

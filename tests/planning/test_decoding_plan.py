@@ -44,6 +44,17 @@ def test_the_gpu_decodes_many_streams_of_large_operands() -> None:
     assert chosen(setting(), Coding("zstd", MIB, 0.2)) == "A (zstd), B (zstd)"
 
 
+def test_batches_of_long_streams_are_larger() -> None:
+    """Zarr writes one stream of zstd per chunk by default. A device decodes hundreds of them at once."""
+    long = Coding("zstd", 8 * MIB, 0.2)
+    given = setting(device=128 * GIB, host=60 * GIB, decode=5e9)
+    assert chosen(given, long) == "A (zstd), B (zstd)"
+    shape = decoding_shape(replace(given, layouts=given.layouts.decoded("A", long)))
+    assert shape is not None
+    assert shape.lanes * shape.batch // long.stream_bytes == 512
+    assert chosen(given, replace(long, stored_share=0.95)) == ""  # each stream is decoded slowly
+
+
 @pytest.mark.parametrize(
     "why", ["few streams", "small", "fast host", "incompressible", "device", "host", "checked"]
 )

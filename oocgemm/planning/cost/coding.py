@@ -12,7 +12,7 @@ which are what chunk files contain, to the strip's host slot.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES
@@ -26,8 +26,10 @@ PAGE = 4096
 
 # Decoding.
 
-# Number of lanes, and decoded bytes of a batch. If memory is scarce, there are fewer, down to the minima.
-LANES, DECODED_BATCH = 8, 128 << 20
+# Number of lanes, and decoded bytes of a batch. Batches of longer streams are larger, so that all lanes
+# together decode STREAMS streams at once. If memory is scarce, there are fewer and smaller lanes, down to the
+# minima.
+LANES, DECODED_BATCH, MAX_DECODED_BATCH, STREAMS = 8, 128 << 20, 512 << 20, 1024
 MIN_LANES, MIN_DECODED_BATCH = 2, 16 << 20
 # All lanes together take at most 1 / DECODING_SHARE of each budget.
 DECODING_SHARE = 4
@@ -48,15 +50,18 @@ DECODING_RATES = {"zstd": (15e6, 40e9), "lz4": (4e6, 30e9)} | dict.fromkeys(("cs
 # The names of sparse matrices among the codecs, by the bytes of an index. Their entries are placed in panels,
 # so that a lane needs no memory for decoded streams.
 ENTRIES = {4: "csr", 8: "csr64"}
-# Maximum number of stored bytes that are decoded per second. On the same machine, float32 of which 3/4
-# remained was decoded at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
+# Maximum number of stored bytes that are decoded per second, of all streams. On the same machine, float32 of
+# which 3/4 remained was decoded at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
 STORED_RATE = 12e9
+# The same of one stream. On an H200, 512 streams of zstd with random float32, of which 9/10 remained, were
+# decoded at 3.2 GB/s.
+STORED_RATES_OF_STREAM = {"zstd": 5.7e6}
 # Number of panels that are decoded at the same time, and of an operand's device slots. On an H200's host with
 # 16 cores, products of float64 from blosc-zstd took at least 10% longer with 4 or 8.
 PANELS = 6
 # The GPU decodes an operand if it is predicted to be faster than the host by the factor MARGIN, and to save
 # START_SECONDS, the seconds that it takes to pin memory.
-MARGIN, START_SECONDS = 1.3, 0.3
+MARGIN, START_SECONDS = 1.3, 0.1
 
 # Encoding.
 
@@ -151,10 +156,12 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
         budgets = setting.budgets
         return (
             shape.device_bytes <= budgets.device // DECODING_SHARE
-            and shape.host_bytes <= budgets.host // DECODING_SHARE
+            and setting.devices * shape.host_bytes <= budgets.host // DECODING_SHARE
         )
 
-    batch, lanes = max(DECODED_BATCH, chunk), LANES
+    stream = max(coding.stream_bytes for _, coding in decoded)
+    batch = max(DECODED_BATCH, min(MAX_DECODED_BATCH, STREAMS * stream // LANES), chunk)
+    lanes = LANES
     while batch > max(MIN_DECODED_BATCH, chunk) and not fits(shaped(MIN_LANES, batch)):
         batch = max(MIN_DECODED_BATCH, chunk, batch // 2)
     while lanes > MIN_LANES and not fits(shaped(lanes, batch)):
@@ -163,16 +170,19 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
     return shape if fits(shape) else None
 
 
-def decoding_rate(setting: Setting, coding: Coding, size: int) -> float:
-    """Return the decoded bytes per second at which a GPU decodes an operand of this size.
+def decoding_rate(setting: Setting, coding: Coding, size: int, panel: int | None = None) -> float:
+    """Return the decoded bytes per second at which a GPU decodes an operand of `size` bytes.
 
-    The result is 0 if the budgets are too small for decoding.
+    `panel` are the bytes of its panels, of which `PANELS` are decoded at the same time; None if they are not
+    known. The result is 0 if the budgets are too small for decoding.
     """
     shape = decoding_shape(setting)
     if shape is None:
         return 0.0
-    each, most = DECODING_RATES[coding.codec.removeprefix("blosc-")]
-    together = min(shape.lanes * shape.batch, size)
+    codec = coding.codec.removeprefix("blosc-")
+    each, most = DECODING_RATES[codec]
+    each = min(each, STORED_RATES_OF_STREAM.get(codec, inf) / coding.stored_share)
+    together = min(shape.lanes * shape.batch, size, size if panel is None else PANELS * panel)
     return min(most, each * together / coding.stream_bytes, STORED_RATE / coding.stored_share)
 
 
@@ -189,7 +199,7 @@ def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
         elements = problem.m * problem.depth if operand == "A" else problem.depth * problem.n
         size = elements * layouts.by_operand[operand].itemsize
         tried = replace(setting, layouts=layouts.decoded(operand, coding))
-        rate = min(decoding_rate(tried, coding, size), machine.h2d / coding.stored_share)
+        rate = setting.devices * min(decoding_rate(tried, coding, size), machine.h2d / coding.stored_share)
         if rate >= MARGIN * machine.decode and size / machine.decode >= START_SECONDS + size / rate:
             found = found.decoded(operand, coding)
     # If the GPU decodes both operands, the lanes may be larger, and may not fit any more.

@@ -233,7 +233,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "C": devices * slots.host_c * size["host", "C"],
         "scratch": scratch_bytes(setting, candidate.io_threads, tile),
         "ring": devices * ring.bytes if ring is not None else 0,
-        "decode": decoding.host_bytes if decoding is not None else 0,
+        "decode": devices * decoding.host_bytes if decoding is not None else 0,
         # The old elements of the diagonal blocks of all strips.
         "outside": problem.m * slots.strip * problem.itemsizes["C"] if setting.restores_outside else 0,
         "checks": host_check_bytes(problem, tile, everywhere, candidate.io_threads),
