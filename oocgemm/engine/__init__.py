@@ -14,7 +14,7 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    `planning.lowering` decides once per run what the operations do.
 
 2. *Dispatch.* `executor.Run._dispatch` iterates over the schedule.
-   `planning.schedule.hazards.HazardTracker.admit` compares regions to find the earlier operations that each
+   `planning.schedule.operation.HazardTracker.admit` compares regions to find the earlier operations that each
    operation must wait for. The operation is then queued. If too many operations are unfinished, the iteration
    pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`executor.is_short`),
    has no threads: the calling thread starts its operations one after the other. If all arrays
@@ -69,7 +69,7 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
     span of the timeline (`timeline`): when the operation ran, on which lane, and which operations it waited
     for.
 
-If a run uses several devices, `backends.devices` passes each operation to the session of its device
+If a run uses several devices, `backends.registry` passes each operation to the session of its device
 (`Operation.device`). Reads and Writes have one queue for all devices. A panel in a host slot is uploaded to
 every device that needs it, and the next Read into the slot waits for all of these Uploads.
 
