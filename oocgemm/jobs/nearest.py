@@ -166,7 +166,7 @@ class Search:
         """Return the exact distances and the numbers of the nearest rows to some rows."""
         request, into, most = self.request, self._into, self._opened[2].n
         cast = replace(request.a.transform or Transform(), cast="float64")
-        count = min(most, into.topk + SPARE + into.excludes_self)
+        count = min(most, into.topk + SPARE)  # more than the row itself, if it does not count
         request = replace(
             request,
             a=replace(request.a, transform=cast, kept=rows),

@@ -62,6 +62,10 @@ RESULTS: dict[str, Compute] = {
     "pairs": lambda **options: oocgemm.similarity(A + 0.5, threshold=0.5, **options),
     "corr": lambda **options: oocgemm.corr(A, topk=4, **options),
     "coefficients": lambda **options: oocgemm.corr(A, threshold=0.3, **options),
+    "correlations": lambda **options: oocgemm.corr(A, y=B.T, **options),
+    "distances": lambda **options: oocgemm.distances(A, y=B.T, **options),
+    "neighbors": lambda **options: oocgemm.neighbors(A, y=B.T, topk=3, **options),
+    "near": lambda **options: oocgemm.neighbors(A, y=B.T, radius=15.0, **options),
     "top k": reduced(TopK(3)),
     "top k of chain": reduced(TopK(3), Scale(U, V), RankOne(cols=V)),
     "threshold": reduced(Threshold(9.0, absolute=True, exclude_self=True), Scale(value=0.5)),
@@ -81,6 +85,8 @@ def arrays(made: Made) -> list[Array]:
     match made:
         case oocgemm.Neighbors():
             return [made.indices, made.scores]
+        case oocgemm.Nearest():
+            return [made.indices, made.distances]
         case oocgemm.Pairs():
             return [made.indptr, made.indices, made.scores]
         case np.ndarray():
@@ -192,8 +198,9 @@ def wrong_sums(times: int) -> Iterator[None]:
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_wrong_element_of_the_accumulator_is_found(engine: str, name: str) -> None:
     """It is computed again if C is stored. What was selected of it cannot be taken back."""
-    stored = name in ("scale", "cast", "gram", "centered")
-    searched = name in ("pairs", "coefficients", "threshold", "threshold of same")  # by the store of C
+    stored = name in ("scale", "cast", "gram", "centered", "correlations", "distances")
+    # By the store of C.
+    searched = name in ("pairs", "coefficients", "near", "threshold", "threshold of same")
     with running_on(engine) as options:
         right = RESULTS[name](tile=TILE, verify=True, **options)
         with wrong_sums(1):
@@ -202,7 +209,7 @@ def test_a_wrong_element_of_the_accumulator_is_found(engine: str, name: str) -> 
                     RESULTS[name](tile=TILE, verify=True, **options)
                 return
             found = RESULTS[name](tile=TILE, verify=True, **options)
-    run = found.run if isinstance(found, oocgemm.Pairs) else found
+    run: Any = getattr(found, "run", found)
     assert checked(run)["recomputed"] == [[1, 0]]
     for expected, array in zip(arrays(right), arrays(found), strict=True):
         np.testing.assert_array_equal(array, expected)
@@ -257,7 +264,10 @@ def scaled_column(result: Array) -> None:
 
 
 @pytest.mark.parametrize("change", [scaled_row, scaled_column])
-@pytest.mark.parametrize("chain", [RESULTS["scale"], RESULTS["gram"], gemm(RankOne(U, V), Cast("float16"))])
+@pytest.mark.parametrize(
+    "chain",
+    [*(RESULTS[name] for name in ("scale", "gram", "distances")), gemm(RankOne(U, V), Cast("float16"))],
+)
 @pytest.mark.parametrize("lines", [2, 8])
 def test_a_wrong_scale_of_one_row_or_column_is_found(
     change: Callable[[Array], None], chain: Compute, lines: int, monkeypatch: pytest.MonkeyPatch
