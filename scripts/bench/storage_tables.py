@@ -29,21 +29,26 @@ def hdf5() -> list[str]:
 
 def sparse() -> list[str]:
     """Return the sentence and the table of `bench_sparse.py host`: Gram matrices, beside scipy."""
-    rows, shape, cores = [], "", 0
-    for key, case in load("bench_sparse.json").items():
-        kind, shape, density = (*key.split(), "")[:3]
+    found, rows, shape, cores = load("bench_sparse.json"), [], "", 0
+    gpu = found["cuda pca 300000x5000 raw"]
+    for key, case in found.items():
+        kind, extents, density = key.split()[:3]
         if kind == "host":
             least = {way: min(values) for way, values in case["samples_seconds"].items()}
             times = [f"{least[way]:.2f}" for way in ("scipy", "memory", "h5ad")]
             ratios = [f"{case['scipy_over_ours'][way]:.1f}" for way in ("memory", "h5ad")]
             rows.append([f"{float(density):.0%}", *times, *ratios])
-            shape, cores = " x ".join(shape.split("x")), case["machine"]["cores"]
+            shape, cores = " x ".join(extents.split("x")), case["machine"]["cores"]
     heads = ["nonzeros", "scipy, s", "`gram`, from memory, s", "`gram`, from h5ad, s", "ratio", "ratio, h5ad"]
     return [
         f"The Gram matrix of the columns of a CSR matrix of {shape} float32 on {cores} cores, the fastest of "
         "five calls by turns, beside scipy's `X.T @ X`, which uses one core. The results are equal.",
         "",
         *table(heads, rows),
+        "",
+        "On an H200 with 8 GiB of device memory, the Gram matrix of 300000 x 5000 float32 with 5% of "
+        f"nonzeros, from an uncompressed zarr store in the page cache, takes {gpu['gram_seconds']:.2f} s. "
+        f"{gpu['components']} principal components take {min(gpu['seconds']):.1f} s.",
     ]
 
 
