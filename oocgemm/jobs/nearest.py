@@ -39,7 +39,7 @@ SPARE = 8
 THREADS = 16
 
 
-class Found(NamedTuple):
+class FoundRows(NamedTuple):
     """The fields of `oocgemm.Nearest`."""
 
     indices: Array
@@ -48,7 +48,7 @@ class Found(NamedTuple):
     run: Result
 
 
-class Rows(NamedTuple):
+class CenteredRows(NamedTuple):
     """The rows of op(A) and the columns of op(B) that are compared, unrounded.
 
     `left_norms` and `right_norms` are those of the rows less the mean of all rows. For cosines, rows are
@@ -71,7 +71,7 @@ class Search:
         self.request = replace(request, into=into)
         self._into, self._metric, self._radius = into, metric, radius
 
-    def run(self) -> Found:
+    def run(self) -> FoundRows:
         """Find the nearest rows."""
         return self._within(self._radius) if self._radius is not None else self._topk()
 
@@ -89,7 +89,7 @@ class Search:
         return open_operands(replace(self.request, epilogue=(), verify=False), "host")
 
     @cached_property
-    def _rows(self) -> Rows:
+    def _rows(self) -> CenteredRows:
         (a, b, problem), memory = self._opened, memory_of(self.request)
         same = b is a
         a = readable(a, memory)
@@ -110,7 +110,7 @@ class Search:
             norms = [np.sqrt(each) for each in squared_norms(problem, a, b, memory)]
         swaps = problem.trans_a.swaps, not problem.trans_b.swaps
         left, right = (Oriented(x, swapped) for x, swapped in zip(matrices, swaps, strict=True))
-        return Rows(left, right, norms[0], norms[1])
+        return CenteredRows(left, right, norms[0], norms[1])
 
     def _error(self, problem: GemmProblem) -> Array:
         """Return by how much computed distances of each row may differ from exact ones.
@@ -146,7 +146,7 @@ class Search:
         """Return the distances of the metric, in the dtype of scores."""
         return (np.sqrt(exact) if self._metric == "euclidean" else exact).astype(scores.dtype)
 
-    def _topk(self) -> Found:
+    def _topk(self) -> FoundRows:
         problem, into = self._opened[2], self._into
         run = running.run_request(self.candidates())
         indices, scores = run.out["index"].astype(np.int64), run.out["score"]
@@ -160,7 +160,7 @@ class Search:
                 exact[again, : into.topk], indices[again, : into.topk] = self._in_float64(again)
         wanted = np.s_[:, : into.topk]
         found = self._shown(exact[wanted], scores)
-        return Found(np.ascontiguousarray(indices[wanted]), found, None, replace(run, c=None))
+        return FoundRows(np.ascontiguousarray(indices[wanted]), found, None, replace(run, c=None))
 
     def _in_float64(self, rows: Array) -> tuple[Array, Array]:
         """Return the exact distances and the numbers of the nearest rows to some rows."""
@@ -192,7 +192,7 @@ class Search:
         order = np.lexsort((indices, exact))
         return np.take_along_axis(exact, order, 1), np.take_along_axis(indices, order, 1)
 
-    def _within(self, radius: float) -> Found:
+    def _within(self, radius: float) -> FoundRows:
         problem = self._opened[2]
         error = 2 * float(self._error(problem).max(initial=0))
         if self._metric == "cosine":
@@ -206,7 +206,7 @@ class Search:
         at = np.flatnonzero(shown <= radius)
         at = at[np.lexsort((cols[at], shown[at], rows[at]))]
         starts = np.concatenate(([0], np.cumsum(np.bincount(rows[at], minlength=problem.m))))
-        return Found(cols[at], shown[at].astype(scores.dtype), starts, replace(run, c=None))
+        return FoundRows(cols[at], shown[at].astype(scores.dtype), starts, replace(run, c=None))
 
 
 def _wide(matrix: Matrix) -> Matrix:

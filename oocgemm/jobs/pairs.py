@@ -20,7 +20,7 @@ DEPTH, PRODUCTS = 1 << 14, 1 << 20
 BAND = 32
 
 
-class Block(NamedTuple):
+class PairBlock(NamedTuple):
     """Pairs whose rows are in memory together, in a range of columns.
 
     Pair number `at[i]` is that of row `x_at[i]` of x and row `y_at[i]` of y.
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 def blocks(
     left: Oriented, right: Oriented, rows: Array, cols: Array, memory: int, report: Callable[[], None]
-) -> Iterator[Block]:
+) -> Iterator[PairBlock]:
     """Yield all pairs of a row `rows[i]` of `left` and a row `cols[i]` of `right`, in about `memory` bytes.
 
     `rows` is ascending. The columns of a pair are yielded in ascending order. `report` is called often.
@@ -51,7 +51,7 @@ def blocks(
             for start in range(0, depth, width):
                 report()
                 span = start, min(depth, start + width)
-                yield Block(at, _lines(left, xs, span), _lines(right, ys, span), x_at, y_at)
+                yield PairBlock(at, _lines(left, xs, span), _lines(right, ys, span), x_at, y_at)
 
 
 def cosines(
@@ -82,7 +82,7 @@ def squared_distances(
         for block in blocks(left, right, rows, cols, memory, lambda: None):
             step = max(1, PRODUCTS // (4 * max(1, block.x.shape[1])))
 
-            def add(start: int, block: Block = block, step: int = step) -> None:
+            def add(start: int, block: PairBlock = block, step: int = step) -> None:
                 here = slice(start, start + step)
                 apart = block.x[block.x_at[here]]
                 apart -= block.y[block.y_at[here]]

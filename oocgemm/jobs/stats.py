@@ -47,9 +47,9 @@ from oocgemm.jobs.steps import (
     Epilogue,
     Gaussian,
     RankOne,
-    Root,
     Scale,
     Squared,
+    SquareRoot,
     Within,
     marks_equal,
     vector_of,
@@ -640,7 +640,7 @@ def epilogue_numbers(
                 found.append(
                     (vector_of(step.rows, problem.m, "rows"), vector_of(step.cols, problem.n, "cols"))
                 )
-            case Add() | Divide() | Root() | Squared():
+            case Add() | Divide() | SquareRoot() | Squared():
                 found.append((None, None))
             case Within():
                 found.append((np.arange(problem.m, dtype=float), np.arange(problem.n, dtype=float)))

@@ -131,7 +131,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Root:
+class SquareRoot:
     """Replace elements of C by their square roots."""
 
     @property
@@ -170,7 +170,7 @@ class Cast:
 
 # The steps that callers pass, and those that verbs add.
 EpilogueStep = Scale | RankOne | Add | Divide | Correlation | Gaussian | Cast
-AnyStep = EpilogueStep | Distance | Root | Squared | Within
+AnyStep = EpilogueStep | Distance | SquareRoot | Squared | Within
 Epilogue = Sequence[AnyStep]
 
 
@@ -281,7 +281,7 @@ def _step(given: AnyStep, problem: GemmProblem, name: str) -> Step:
             return Step("divide_or_zero" if isinstance(given, DivideOrZero) else "divide")
         case Correlation():
             return Step("correlation", True, True)
-        case Distance() | Root() | Squared() | Within():
+        case Distance() | SquareRoot() | Squared() | Within():
             return given.step
         case Gaussian():
             gamma = given.gamma

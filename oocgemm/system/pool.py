@@ -41,7 +41,7 @@ class _Stored(ctypes.Structure):
     _fields_ = (("chunks", _AT), ("top", ctypes.c_int64), ("left", ctypes.c_int64))
 
 
-class Block(ctypes.Structure):
+class CopiedBlock(ctypes.Structure):
     """struct ooc_block: a block that is copied. The caller keeps the block until it is finished.
 
     Attributes:
@@ -65,11 +65,11 @@ def available() -> bool:
     return compiled() is not None
 
 
-def memory_block(array: NDArray[Any], device: int, *, uploads: bool) -> Block:
+def memory_block(array: NDArray[Any], device: int, *, uploads: bool) -> CopiedBlock:
     """Return the block for an array with contiguous rows. `device` is its address on the device."""
     row = array.shape[1] * array.itemsize
     place = _MemoryBlock(array.ctypes.data, array.strides[0] if len(array) > 1 else row, row)
-    found = Block(
+    found = CopiedBlock(
         move=_library().from_memory if uploads else _library().to_memory,
         place=ctypes.addressof(place),
         bytes=array.nbytes,
@@ -80,14 +80,16 @@ def memory_block(array: NDArray[Any], device: int, *, uploads: bool) -> Block:
     return found
 
 
-def stored_block(chunks: int, corner: tuple[int, int], pieces: Pieces, device: int, row_bytes: int) -> Block:
+def stored_block(
+    chunks: int, corner: tuple[int, int], pieces: Pieces, device: int, row_bytes: int
+) -> CopiedBlock:
     """Return a block of a matrix in files. The caller keeps the struct ooc_chunks at the address `chunks`.
 
     `corner` is the first row of the block, and the first byte of the block in each row. `row_bytes` is the
     number of bytes of a row of the block.
     """
     place = _Stored(chunks, *corner)
-    found = Block(
+    found = CopiedBlock(
         move=_library().from_chunks,
         place=ctypes.addressof(place),
         pieces=pieces.ctypes.data,
@@ -99,7 +101,7 @@ def stored_block(chunks: int, corner: tuple[int, int], pieces: Pieces, device: i
     return found
 
 
-class Lane(ctypes.Structure):
+class CopyLane(ctypes.Structure):
     """struct ooc_lane: the addresses of a thread's pinned memory, mark, stream and event."""
 
     _fields_ = (("memory", _AT), ("size", _SIZE), ("mark", _AT), ("stream", _AT), ("event", _AT))
@@ -109,7 +111,7 @@ class Pool:
     """Threads that copy blocks in one direction, each through a lane of its own."""
 
     def __init__(
-        self, driver: Sequence[int], context: int, ends: int, lanes: Sequence[Lane], *, uploads: bool
+        self, driver: Sequence[int], context: int, ends: int, lanes: Sequence[CopyLane], *, uploads: bool
     ) -> None:
         """Start the threads, one per lane. Raises `ExecutionError` if the system cannot start them.
 
@@ -120,13 +122,13 @@ class Pool:
         """
         functions = (_AT * len(DRIVER))(*driver)
         self._library = _library()
-        given = (Lane * len(lanes))(*lanes)
+        given = (CopyLane * len(lanes))(*lanes)
         self._pool = self._library.open(functions, context, uploads, ends, len(lanes), given)
         if not self._pool:
             why = refusal(RuntimeError("can't start new thread"))
             raise ExecutionError(f"the system cannot start a thread that copies blocks: {why}")
 
-    def begin(self, block: Block, waits: Sequence[int], start: int, end: int) -> None:
+    def begin(self, block: CopiedBlock, waits: Sequence[int], start: int, end: int) -> None:
         """Begin to copy a block once the events `waits` have completed.
 
         The event `start` is recorded before the first copy, and the event `end` after the last one. The
@@ -138,16 +140,16 @@ class Pool:
         block.owned += (events,)
         self._library.begin(self._pool, ctypes.byref(block))
 
-    def wait_issued(self, block: Block) -> None:
+    def wait_issued(self, block: CopiedBlock) -> None:
         # The first call keeps the GIL. To get the GIL back may take longer than the wait.
         if not self._library.is_issued(self._pool, ctypes.byref(block), 0):
             self._library.wait_issued(self._pool, ctypes.byref(block), 1)
 
-    def wait_finished(self, block: Block) -> None:
+    def wait_finished(self, block: CopiedBlock) -> None:
         if not self.is_finished(block):
             self._library.wait_finished(self._pool, ctypes.byref(block), 1)
 
-    def is_finished(self, block: Block) -> bool:
+    def is_finished(self, block: CopiedBlock) -> bool:
         return bool(self._library.is_finished(self._pool, ctypes.byref(block), 0))
 
     def take(self, lane: int) -> None:
@@ -176,8 +178,8 @@ class _Library:
             kind = ctypes.PYFUNCTYPE if keep_gil else ctypes.CFUNCTYPE
             return kind(result, *types)((f"ooc_{name}", library))
 
-        block = _AT, ctypes.POINTER(Block)
-        self.open = function("open", _AT, _AT, _INT, _AT, _SIZE, ctypes.POINTER(Lane), result=_AT)
+        block = _AT, ctypes.POINTER(CopiedBlock)
+        self.open = function("open", _AT, _AT, _INT, _AT, _SIZE, ctypes.POINTER(CopyLane), result=_AT)
         self.begin = function("begin", *block)
         self.wait_issued, self.wait_finished = (
             function(name, *block, _INT, result=_INT) for name in ("issued", "finished")
@@ -200,6 +202,6 @@ def _library() -> _Library:
     return _Library(library)
 
 
-def error_of(block: Block) -> OSError | None:
+def error_of(block: CopiedBlock) -> OSError | None:
     """Return the error of the system that has stopped the copies of a block; None if there is none."""
     return OSError(-block.error, os.strerror(-block.error)) if block.error < 0 else None

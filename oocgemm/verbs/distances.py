@@ -18,13 +18,13 @@ from oocgemm.jobs.options import (
 )
 from oocgemm.jobs.request import Between, parse_gram
 from oocgemm.jobs.run import Plan, Result, outcome
-from oocgemm.jobs.steps import Cast, Cosines, Distance, RankOne, Root, Scale
+from oocgemm.jobs.steps import Cast, Cosines, Distance, RankOne, Scale, SquareRoot
 from oocgemm.stores.transform import Transform
 from oocgemm.verbs.similarity import between
 
 # The steps that make distances of products of rows.
 _STEPS: dict[str, tuple[Any, ...]] = {
-    "euclidean": (Distance(), Root()),
+    "euclidean": (Distance(), SquareRoot()),
     "sqeuclidean": (Distance(),),
     "cosine": (Cosines(), Scale(value=-1), RankOne()),
 }

@@ -49,8 +49,9 @@ def argument(steps: Steps, addresses: list[int]) -> Elements:
 
 def panel(rng: np.random.Generator, shape: tuple[int, int], stored: str) -> Array:
     """Draw a panel of numbers of all kinds that the dtype has; some are 3, the code of missing elements."""
-    if stored.startswith("int"):
-        x = rng.integers(-128, 128, shape)
+    if numpy_dtype(stored).kind in "iu":
+        least = -128 if numpy_dtype(stored).kind == "i" else 0
+        x = rng.integers(least, least + 256, shape)
     else:
         x = rng.standard_normal(shape) * 10.0 ** rng.integers(-9, 5, shape)
         x[rng.random(shape) < 0.1] = np.nan

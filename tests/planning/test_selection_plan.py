@@ -1,6 +1,5 @@
 """Plans of products of which only some elements are kept: their schedules, memory, traffic and times."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.tiling import TileShape
+from oocgemm.values import dataclass
 from tests.support.products import product_of
 from tests.support.schedule_check import ScheduleError, verify
 from tests.support.simulate import simulate

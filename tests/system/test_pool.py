@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from oocgemm.errors import ExecutionError
 from oocgemm.system.installed import compiled
-from oocgemm.system.pool import DRIVER, Block, Lane, Pieces, Pool, error_of, memory_block
+from oocgemm.system.pool import DRIVER, CopiedBlock, CopyLane, Pieces, Pool, error_of, memory_block
 from tests.support.native import built
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no compiled host code")
@@ -43,7 +43,7 @@ def pool(library: Any, lanes: int = 3, size: int = 2 * SIZE, *, uploads: bool) -
     memory, marks = np.full(lanes * pitch, 77, np.uint8), np.ones(lanes * 16, np.uint32)
     functions = (ctypes.c_void_p * len(DRIVER)).in_dll(library, "fake_driver")
     given = [
-        Lane(memory.ctypes.data + i * pitch, size, marks.ctypes.data + 64 * i, LANES + i, LEFT + i)
+        CopyLane(memory.ctypes.data + i * pitch, size, marks.ctypes.data + 64 * i, LANES + i, LEFT + i)
         for i in range(lanes)
     ]
     made = Pool([at or 0 for at in functions], 1, ENDS, given, uploads=uploads)
@@ -92,7 +92,7 @@ class Copied:
         np.testing.assert_array_equal(self.memory[:, self.source.shape[1] :], self.gaps)
 
 
-def begin(made: Pool, block: Block, number: int = 0, waits: Sequence[int] = ()) -> None:
+def begin(made: Pool, block: CopiedBlock, number: int = 0, waits: Sequence[int] = ()) -> None:
     made.begin(block, waits, START + number, END + number)
 
 

@@ -45,8 +45,8 @@ from oocgemm.planning.cost.footprint import (
 from oocgemm.planning.tiling import Range, ceil_div, round_up
 from oocgemm.system.pool import (
     DRIVER,
-    Block,
-    Lane,
+    CopiedBlock,
+    CopyLane,
     Pool,
     available,
     error_of,
@@ -303,7 +303,7 @@ class CompiledThreads:
         self._left = [cupy.cuda.Event(disable_timing=True) for _ in lanes]
         size = min(step, UPLOADED) if uploads else step
         given = [
-            Lane(start + i * step, size, marks + i * MARKS, lane.stream.ptr, event.ptr)
+            CopyLane(start + i * step, size, marks + i * MARKS, lane.stream.ptr, event.ptr)
             for i, (lane, event) in enumerate(zip(lanes, self._left, strict=True))
         ]
         self._pool = Pool(functions, cuda_calls.context(), ends.ptr, given, uploads=uploads)
@@ -333,7 +333,7 @@ class CompiledThreads:
             self._copied.append(copying)
         return copying
 
-    def _block(self, address: int, given: Pageable) -> Block:
+    def _block(self, address: int, given: Pageable) -> CopiedBlock:
         itemsize = given.dtype.itemsize
         row_bytes = given.shape[1] * itemsize
         if given.memory is not None:
@@ -358,7 +358,7 @@ class CompiledThreads:
 class PooledCopying:
     """A block that the threads of a pool are copying. `end` is the event after the last copy."""
 
-    def __init__(self, pool: Pool, block: Block, waits: Sequence[Any], *, uploads: bool) -> None:
+    def __init__(self, pool: Pool, block: CopiedBlock, waits: Sequence[Any], *, uploads: bool) -> None:
         self._pool, self._block, self._uploads = pool, block, uploads
         self._start, self.end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         block.owned += tuple(waits)
