@@ -59,7 +59,10 @@ _OWN = {
     "run": ("products:run", "Multiply A and B, and store the product in C."),
     "serve": ("serve:serve", "Run a queue of products in front of the GPUs of this machine."),
     "similarity": ("statistics:similarity", "Find the most similar rows of each row of E."),
-    "stats": ("statistics:stats", "Compute means, variances and extremes of the columns or rows of X."),
+    "stats": (
+        "statistics:stats",
+        "Compute means, variances and extremes of the columns or rows of X, by one read of X.",
+    ),
     "status": ("queue:status", "Show a job of a service."),
     "submit": ("submit:submit", "Submit a product to a service, which computes it in the background."),
     "token": (

@@ -662,8 +662,8 @@ class _Metric(TypedDict, total=False):
     metric: Annotated[
         str,
         Option(
-            "The distance of two rows. euclidean: |x - y|. sqeuclidean: its square. cosine: 1 minus the "
-            "cosine of their angle; 1 for a zero row.",
+            "The distance of two rows. euclidean: the length of x - y. sqeuclidean: its square. cosine: 1 "
+            "minus the cosine of their angle; 1 for a zero row.",
             default=DISTANCES[0],
             choices=DISTANCES,
         ),

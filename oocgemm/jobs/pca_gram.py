@@ -132,10 +132,16 @@ def _planned(passes: PcaPasses, *, running: bool) -> Plan:
     plan = passes.plan_gram(running=running)
     rows, cols = passes.matrix.shape
     whole, vectors = 8 * min(rows, cols) ** 2, MAX_MATRICES * 8 * cols * passes.columns
-    unified, budgets, used = passes.backend == "host", plan.budgets, plan.footprint
-    during = used.host_total + unified * used.device_total + (1 + (len(passes.slices) > 1)) * whole
-    needed = max(during, EIGEN_MATRICES * whole + vectors)
+    unified, budgets = passes.backend == "host", plan.budgets
     budget = budgets.host + unified * budgets.device
+    beside = (1 + (len(passes.slices) > 1)) * whole  # the matrices in float64, beside the memory of the plan
+    needed = max(_used(plan, unified=unified) + beside, EIGEN_MATRICES * whole + vectors)
+    if needed > budget >= EIGEN_MATRICES * whole + vectors:
+        try:
+            plan = passes.plan_gram(running=running, memory=budget - beside)
+            needed = _used(plan, unified=unified) + beside
+        except BudgetError as error:
+            needed = max(needed, (error.least or 0) + beside)
     if needed > budget:
         raise BudgetError(
             f"method = 'exact' needs {format_size(needed)} of host memory, for a Gram matrix of "
@@ -145,6 +151,11 @@ def _planned(passes: PcaPasses, *, running: bool) -> Plan:
             least=needed,
         )
     return plan
+
+
+def _used(plan: Plan, *, unified: bool) -> int:
+    """Return the bytes of host memory that a plan takes, with those of the device if it is the host."""
+    return plan.footprint.host_total + unified * plan.footprint.device_total
 
 
 def _waves(passes: PcaPasses) -> int:

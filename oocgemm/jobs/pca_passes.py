@@ -340,6 +340,7 @@ class PcaPasses:
         self._means = isinstance(self.transform.center, str)  # whether means are subtracted
         self._fill: Array | None = None  # what missing elements become
         self._memory = 0  # bytes that a pass over X for statistics may take
+        self._given: dict[str, Any] = {}  # budgets of the Gram matrix, if they are not those of all passes
         self.slices = [(0, rows)] if self._devices is None else self._cut()
 
     def _cut(self) -> list[Range]:
@@ -382,8 +383,15 @@ class PcaPasses:
         state = PcaState(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
         return self._plan(self._request(state, np.zeros(self._width), None), running=running)
 
-    def plan_gram(self, *, running: bool) -> Plan:
-        """Return the plan of the Gram matrix, or of the first of its slices. `running` is as for `plan`."""
+    def plan_gram(self, *, running: bool, memory: int | None = None) -> Plan:
+        """Return the plan of the Gram matrix, or of the first of its slices. `running` is as for `plan`.
+
+        With `memory`, the plan, and the run after it, takes only so many bytes of the budgets.
+        """
+        if memory is not None:
+            self._given = {"memory": memory, "host_memory": None}
+            if self.backend == "host":
+                self._given["device_memory"] = None
         return self._plan(self._gram_request(None), running=running)
 
     def _plan(self, whole: Request, *, running: bool) -> Plan:
@@ -477,7 +485,8 @@ class PcaPasses:
         op = Op.T if self.is_tall else Op.N
         each = self._each(state, self.gram_dtype)
         x = Source(stores.located("X", self._x), op, each, of_lines=self.is_tall)
-        return Request(a=x, b=x, c=Destination.parse(None), into=Gram()).with_options(**self._options)
+        request = Request(a=x, b=x, c=Destination.parse(None), into=Gram())
+        return request.with_options(**self._options | self._given)
 
     def turned(self, state: PcaState, left: Array) -> Array:
         """Return the product of Xc^T and `left`, in float64. It reads X once more."""

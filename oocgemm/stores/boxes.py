@@ -153,7 +153,7 @@ def grown(chunk: Sequence[int], shape: Sequence[int], elements: int) -> tuple[in
     """Return the shape of a box of whole chunks: one chunk, or several small ones with about `elements`.
 
     >>> grown((1, 2, 3), (9, 4, 9), 36), grown((8, 8), (9, 9), 10)
-    ((3, 4, 9), (8, 8))
+    ((1, 4, 9), (8, 8))
     """
     found = [max(1, min(size, extent)) for size, extent in zip(chunk, shape, strict=True)]
     for at in reversed(range(len(found))):

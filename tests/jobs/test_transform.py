@@ -288,9 +288,9 @@ def test_an_unfinished_run_is_resumed_only_with_the_same_transform(
     [
         ({"missing": "x"}, "missing = 'x' is not a real number"),
         ({"missing": 1j}, "is not a real number"),
-        ({"impute": "median"}, "impute = 'median': pass 'mean', 0, 'raise' or an"),
+        ({"impute": "median"}, "impute = 'median': pass 'mean', a finite number, 'raise' or an"),
         ({"impute": np.array([np.nan])}, r"impute\[0\] = nan: pass finite numbers"),
-        ({"impute": 1}, "impute = 1: pass"),
+        ({"impute": float("nan")}, "impute = nan: pass"),
         ({"center": "columns"}, "center = 'columns': pass 'k', or an array"),
         ({"center": [[1.0]]}, "center has 2 dimensions"),
         ({"center": [1.0, np.inf]}, r"center\[1\] = inf: pass finite numbers"),

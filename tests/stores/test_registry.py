@@ -133,10 +133,10 @@ def test_a_store_without_create_is_read_only(install: Install) -> None:
 def test_a_dtype_in_another_store_is_refused_with_a_remedy(install: Install) -> None:
     install("ReadOnly")
     with open("a.fake", "wb") as file:
-        np.save(file, A.astype(np.int64))
+        np.save(file, A.astype(np.uint64))
     done = run("a.fake", "b.fake", "c.npy")
     assert done.code == 2
-    assert "A is of dtype int64" in done.err
+    assert "A is of dtype uint64" in done.err
     assert "convert a.fake to float64" in done.err
 
 
