@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, kernel_matmul, reduce
     from oocgemm.verbs.relationship import Relationships, grm
     from oocgemm.verbs.similarity import similarity
+    from oocgemm.verbs.tensordot import tensordot
 
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 
@@ -118,6 +119,7 @@ __all__ = [
     "report",
     "similarity",
     "stats",
+    "tensordot",
     "verify",
 ]
 
@@ -147,6 +149,7 @@ _HOMES = {
     "verbs.neighbors": ("Nearest", "neighbors"),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "kernel_matmul", "reduce"),
+    "verbs.tensordot": ("tensordot",),
     "verbs.relationship": ("Relationships", "grm"),
     "verbs.similarity": ("similarity",),
 }
