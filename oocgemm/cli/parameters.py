@@ -146,7 +146,7 @@ def verb_command(verb: str, *operands: str, **more: Any) -> Callable[[Callable[.
 
 
 def views(*operands: str) -> Callable[[F], F]:
-    """Return a decorator that adds options which make matrices of operands (`oocgemm.cli.views`).
+    """Return a decorator that adds options which make matrices of operands (`oocgemm.cli.matrices`).
 
     With several operands, the name of each is part of the options for it.
     """
@@ -184,7 +184,7 @@ def views(*operands: str) -> Callable[[F], F]:
     def add(function: F) -> F:
         @wraps(function)
         def call(**options: Any) -> Any:
-            from oocgemm.cli.views import viewed
+            from oocgemm.cli.matrices import viewed
 
             shown = not (options.get("quiet") or options["as_json"])
             for operand in operands:
