@@ -3,7 +3,7 @@
 // Line i has the entries starts[i] to starts[i + 1] - 1. The panel has the places `left` to `left + width - 1` of each
 // line. Two entries of a line never have the same place.
 //
-// The kernel is bound by the memory that it fills with zeros.
+// Most elements of a panel are 0. So the kernel takes about as long as filling the panel with zeros.
 //
 // Macros:
 //   OOC_ITEM   bytes of an element: 1, 2, 4, 8 or 16

@@ -393,7 +393,7 @@ class DevicesChecksums:
 
     @expected.setter
     def expected(self, digests: tuple[int, int]) -> None:
-        # The next Multiply that is submitted is on one of these devices.
+        # One of these devices runs the next Multiply.
         for checksums in self._each:
             checksums.expected = digests
 

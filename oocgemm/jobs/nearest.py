@@ -48,8 +48,8 @@ class FoundRows(NamedTuple):
     run: Result
 
 
-class CenteredRows(NamedTuple):
-    """The rows of op(A) and the columns of op(B) that are compared, unrounded.
+class WideRows(NamedTuple):
+    """The rows of op(A) and the columns of op(B), with elements that are not rounded after a transform.
 
     `left_norms` and `right_norms` are those of the rows less the mean of all rows. For cosines, rows are
     scaled to the norm 1, or are 0.
@@ -89,7 +89,7 @@ class Search:
         return open_operands(replace(self.request, epilogue=(), verify=False), "host")
 
     @cached_property
-    def _rows(self) -> CenteredRows:
+    def _rows(self) -> WideRows:
         (a, b, problem), memory = self._opened, memory_of(self.request)
         same = b is a
         a = readable(a, memory)
@@ -110,7 +110,7 @@ class Search:
             norms = [np.sqrt(each) for each in squared_norms(problem, a, b, memory)]
         swaps = problem.trans_a.swaps, not problem.trans_b.swaps
         left, right = (Oriented(x, swapped) for x, swapped in zip(matrices, swaps, strict=True))
-        return CenteredRows(left, right, norms[0], norms[1])
+        return WideRows(left, right, norms[0], norms[1])
 
     def _error(self, problem: GemmProblem) -> Array:
         """Return by how much computed distances of each row may differ from exact ones.

@@ -82,8 +82,9 @@ class Fold:
 
 @dataclass(frozen=True)
 class Folding:
-    """Which axes of an array are rows and columns of a matrix. None stands for all axes not named.
+    """Which axes of an array become the rows and the columns of a matrix.
 
+    `rows` or `cols` may be None: that side then has all axes that the other side does not name.
     `isel` has pairs of an axis and the part of it that is used. Axes at one index are neither rows nor
     columns.
     """

@@ -61,7 +61,7 @@ def banded(rows: int, columns: int, density: float, seed: int = 0) -> dict[str, 
 
 
 def write(path: Path, shape: tuple[int, int], parts: dict[str, Array], *, compressed: bool = False) -> str:
-    """Write a matrix as AnnData does. Return its address."""
+    """Write a CSR matrix in AnnData's format, to h5ad or zarr. Return its address."""
     attributes = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(shape)}
     if path.suffix == ".h5ad":
         import h5py

@@ -175,10 +175,11 @@ class Emulated:
         block: tuple[int, int],
         number: int,
     ) -> None:
-        """Compute `block`, rows and columns of C, modulo each modulus. Needs compute capability 9.0.
+        """Compute a block of C modulo each modulus. Needs compute capability 9.0.
 
-        `left` and `right` are the addresses of the first row of op(A) and the first column of op(B). `shape`
-        is (m, n, ld): the residues of a row or column occupy `ld` bytes per modulus.
+        `block` is the number of rows and columns of the block. `left` and `right` are the addresses of the
+        first row of op(A) and the first column of op(B). `shape` is (m, n, ld): the residues of a row or
+        column occupy `ld` bytes per modulus.
         """
         (m, n, ld), (rows, width) = shape, block
         pitch, maps = round_up(width, 16), ((left, rows, m), (right, width, n))

@@ -111,15 +111,15 @@ def _lower_bound(scores: Array, rank: int) -> Array:
 
 def _insert(best: Array, rows: Array, scores: Array, indices: Array) -> None:
     """Insert elements into the selected ones. `rows` are ascending."""
-    count, touched = best.shape[1], np.unique(rows)
-    old = best[touched]
+    count, changed = best.shape[1], np.unique(rows)
+    old = best[changed]
     every = np.empty(old.size + rows.size, best.dtype)
     every[: old.size], every["score"][old.size :] = old.ravel(), scores
     every["index"][old.size :] = indices
-    line = np.concatenate((np.repeat(touched, count), rows))
+    line = np.concatenate((np.repeat(changed, count), rows))
     # NaN is sorted to the end.
     order = np.lexsort((every["index"], -every["score"], line))
     line = line[order]
     # Keep the first `count` elements of each row.
-    starts = np.searchsorted(line, touched)
-    best[touched] = every[order[starts[:, None] + np.arange(count)]]
+    starts = np.searchsorted(line, changed)
+    best[changed] = every[order[starts[:, None] + np.arange(count)]]

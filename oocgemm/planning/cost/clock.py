@@ -663,7 +663,7 @@ def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds:
     devices = setting.devices
     machine = slowed(setting.machine, reading, devices)
     setting = replace(share.setting, machine=machine)
-    # In a run that was begun by one device, only one device has the last tile. The others may end later.
+    # If one device began the run, one device computes the last tile. The other devices may end later.
     drains = candidate.ends >= devices
     return predict(setting, share.candidate, last_drains=drains).part(part)
 

@@ -281,7 +281,7 @@ _Access = tuple[int, int, T, tuple[int, str], bool]
 
 
 class HazardTracker(Generic[T]):
-    """Derive waits from operations that are admitted in program order.
+    """Derive the waits of operations. The operations of a run must be passed in program order.
 
     A token of any type T stands for an operation, for example a completion event. The tracker drops accesses
     that no later operation needs to wait for, so that its memory is proportional to the number of slots.

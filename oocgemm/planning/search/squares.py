@@ -34,8 +34,8 @@ MIN_STRIP = 64
 # is missing.
 STRIPS, SCARCE_STRIPS = (GRAM_STRIPS, 2 * GRAM_STRIPS), tuple(GRAM_STRIPS << shift for shift in range(2, 6))
 # Numbers of strips for a host whose BLAS computes only a triangle of each square on the diagonal, so that
-# thick strips waste nothing. If k is long, one product is faster than several thin ones. If k is short,
-# several strips are faster: some of C is written beside products.
+# strips of many rows waste no work. If k is long, one product is faster than several thin ones. If k is
+# short, several strips are faster: some of C is written beside products.
 HALVED_STRIPS = (1, 2, 4, 8, *STRIPS)
 # Maximum number of steps of a tile that run strip by strip at its end.
 MAX_DRAIN = 8
