@@ -151,7 +151,8 @@ def _check_genotypes(name: str, parts: Sequence[BedMatrix], axis: int) -> None:
 def _alike(parts: Sequence[Matrix], axis: int) -> bool:
     """Return whether the chunks of all parts are chunks of the joined matrix, and can be fetched."""
     chunk = parts[0].layout.read_chunk
-    fits = all(part.layout.read_chunk == chunk and part.layout == parts[0].layout for part in parts)
+    memory = {"decode_bytes": 0, "scratch_bytes": 0, "resident_bytes": 0}  # `_layout` joins these numbers
+    fits = len({part.layout.changed(**memory) for part in parts}) == 1
     even = all(part.shape[axis] % chunk[axis] == 0 for part in parts[:-1])
     return fits and even and all(isinstance(part, Coded) for part in parts)
 
@@ -216,6 +217,9 @@ class JoinedMatrix(ReadOnly):
         return set[object]().union(*(part.identities() for part in self.parts))
 
 
+# The frames of a part begin at multiples of this number of bytes in a buffer, because entries of sparse
+# matrices contain numbers of 8 bytes.
+ALIGNMENT = 64
 # The values of a fingerprint that are compared one by one. The others describe a part.
 _LISTED = ("path", "content", "changes")
 
@@ -270,7 +274,7 @@ class CodedJoin(JoinedMatrix):
             sizes = [
                 each.start + each.size + CHECKSUM_BYTES * each.checksum for each in moved if each.size > 0
             ]
-            end = max([end, *sizes])
+            end = -(-max([end, *sizes]) // ALIGNMENT) * ALIGNMENT
             if any(each.size == NO_ROOM for each in found):
                 end = out.size
         return every

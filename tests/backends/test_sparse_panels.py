@@ -41,8 +41,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     coding.decoding_shape.cache_clear()
 
 
-def on_gpu(call: Any, seed: int = 0) -> Any:
-    with fake_cuda(seed) as device:
+def on_gpu(call: Any, seed: int = 0, devices: int = 1) -> Any:
+    with fake_cuda(seed, devices=devices) as device:
         found = call()
         device.check()
     return found
@@ -66,6 +66,37 @@ def test_products_are_exact(tmp_path: Path, place: str, form: str) -> None:
     found = on_gpu(lambda: oocgemm.gemm(B.T, x, trans_b="T", tile="40x70x90", **ON_GPU))
     np.testing.assert_array_equal(found.out, B.T @ X.T)
     assert is_placed(found.plan, "B")
+
+
+@each_value
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("place", ["memory", "v3.zarr"])
+def test_joined_matrices_are_placed(tmp_path: Path, place: str, axis: int) -> None:
+    """Also where a batch has lines of two parts, which have as many entries, or others."""
+    other = X[::-1].copy()
+    other[0, :3] = 2
+    for parts in ((X, X), (X, other, X)):
+        operands = []
+        for number, part in enumerate(parts):
+            folder = tmp_path / f"{len(parts)}-{number}"
+            folder.mkdir()
+            operands.append(stored(folder, place, part, "csr"))
+        x, dense = oocgemm.concat(operands, axis=axis), np.concatenate(parts, axis)
+        b = B if axis == 0 else np.concatenate([B] * len(parts))
+        for tile in ("70x40x90", "460x70x310"):
+            found = on_gpu(lambda x=x, b=b, tile=tile: oocgemm.gemm(x, b, tile=tile, **ON_GPU))
+            np.testing.assert_array_equal(found.out, dense @ b)
+            assert found.plan.decoded == "A (csr)"
+
+
+def test_several_devices_place_their_lines(tmp_path: Path) -> None:
+    x, options = stored(tmp_path, "raw.zarr", X, "csr"), ON_GPU | {"devices": (0, 1)}
+    found = on_gpu(lambda: oocgemm.gemm(x, B, tile="70x40x90", **options), devices=2)
+    np.testing.assert_array_equal(found.out, X @ B)
+    assert found.plan.decoded == "A (csr)"
+    found = on_gpu(lambda: oocgemm.gram(x, axis=1, uplo="full", tile="96x96x64", **options), devices=2)
+    np.testing.assert_array_equal(found.out, X.T @ X)
+    assert found.plan.decoded == "A (csr)"
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -28,11 +28,13 @@ def test_the_kernel_composes_parts_of_lines(dtype: str, index: str) -> None:
     starts = np.append(0, np.cumsum(np.bincount(line, minlength=len(dense)))).astype(np.int64)
     indices, values = places.astype(INDICES[index]), dense[line, places]
     for left, width in ((0, 700), (0, 1), (123, 500), (699, 1)):
-        out = np.full((len(dense), width), 77, dtype)
+        panel = np.full((len(dense), width + 3), 77, dtype)
+        out = panel[:, 2:-1]
         stored = (ctypes.c_void_p(x.ctypes.data) for x in (starts, indices, values))
-        places_of = ctypes.c_longlong(left), ctypes.c_longlong(width)
+        places_of = ctypes.c_longlong(left), ctypes.c_longlong(width), ctypes.c_longlong(width + 3)
         run((len(dense), 1, 1), (256, 1, 1), *stored, *places_of, ctypes.c_void_p(out.ctypes.data))
         np.testing.assert_array_equal(out, dense[:, left : left + width])
+        assert (panel[:, [0, 1, -1]] == 77).all()
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", *slow(("sm_75",), ("sm_100",))])

@@ -246,7 +246,7 @@ class Decoder:
     ) -> Array:
         """Decode chunks that are on the device into the panel. Return which chunks the host must decode."""
         if block.codec.compressor in ENTRIES.values():
-            return self._scatter(lane, block, fetched[0], address, waits)
+            return self._scatter(lane, block, fetched, address, waits)
         assert self._unpacker is not None
         chunks, count = self._fill(lane, fetched, block), len(fetched)
         table = chunks, count, any(each.checksum for each in fetched)
@@ -265,24 +265,32 @@ class Decoder:
         return found
 
     def _scatter(
-        self, lane: DecodingLane, block: Compressed, lines: Fetched, address: int, waits: Sequence[Any]
+        self,
+        lane: DecodingLane,
+        block: Compressed,
+        fetched: Sequence[Fetched],
+        address: int,
+        waits: Sequence[Any],
     ) -> Array:
-        """Compose lines of a sparse matrix in the panel. Return whether the host must do it."""
-        if lines.size != NO_ROOM:
-            count, item = length(lines.rows), block.dtype.itemsize
-            index = next(size for size, name in ENTRIES.items() if name == block.codec.compressor)
-            entries = int(lane.frames[: 8 * (count + 1)].view(np.int64)[-1])
+        """Compose lines of sparse matrices in the panel. Return which of them the host must compose."""
+        item, pitch = block.dtype.itemsize, block.shape[1]
+        index = next(size for size, name in ENTRIES.items() if name == block.codec.compressor)
+        options = f"-DOOC_ITEM={item}", f"-DOOC_INDEX={'int' if index == 4 else 'long long'}"
+        scatter = self._kernels.plain("scatter", "scatter", options)
+        for event in waits:
+            cuda_calls.wait(lane.stream, event)
+        for lines in fetched:
+            if lines.size == NO_ROOM:
+                continue
+            count, first = length(lines.rows), lines.start
+            entries = int(lane.frames[first : first + 8 * (count + 1)].view(np.int64)[-1])
             indices, values, _ = entries_at(count, entries, index, item)
-            options = f"-DOOC_ITEM={item}", f"-DOOC_INDEX={'int' if index == 4 else 'long long'}"
-            scatter = self._kernels.plain("scatter", "scatter", options)
-            for event in waits:
-                cuda_calls.wait(lane.stream, event)
-            stored = (_pointer(lane.to_frames + at) for at in (0, indices, values))
-            places = _long(block.origin[1] + lines.cols[0]), _long(length(lines.cols))
-            to = _pointer(address + lines.rows[0] * block.shape[1] * item)
+            stored = (_pointer(lane.to_frames + first + at) for at in (0, indices, values))
+            places = _long(lines.corner[1]), _long(length(lines.cols)), _long(pitch)
+            to = _pointer(address + (lines.rows[0] * pitch + lines.cols[0]) * item)
             scatter((count, 1, 1), *stored, *places, to)
-            lane.stream.synchronize()
-        return np.array([lines.size == NO_ROOM])
+        lane.stream.synchronize()
+        return np.array([lines.size == NO_ROOM for lines in fetched])
 
     def _fill(self, lane: DecodingLane, fetched: Sequence[Fetched], block: Compressed) -> int:
         """Enqueue the copy of the chunks' table, which the kernel `frames` completes. Return its address."""

@@ -389,7 +389,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "topk": (9, selecting.topk),
     "topk_columns": (9, selecting.topk_columns),
     "place": (4, place),
-    "scatter": (6, scatter),
+    "scatter": (7, scatter),
     "frames": (1, unpacker.frames),
     **dict.fromkeys(("crc32c", "zstd_walk", "zstd_entropy", "lz4_parse", "execute"), (1, unpacker.nothing)),
     "assemble": (1, packer.assemble),

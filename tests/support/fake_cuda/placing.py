@@ -45,13 +45,13 @@ def place(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 def scatter(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/decoding/scatter.cu, which composes lines of a sparse matrix from their entries."""
     at, from_indices, from_values, panel = (
-        ctypes.c_void_p.from_address(pointers[i]).value or 0 for i in (0, 1, 2, 5)
+        ctypes.c_void_p.from_address(pointers[i]).value or 0 for i in (0, 1, 2, 6)
     )
-    left, width = (ctypes.c_longlong.from_address(pointers[i]).value for i in (3, 4))
+    left, width, pitch = (ctypes.c_longlong.from_address(pointers[i]).value for i in (3, 4, 5))
     lines, item = int(macros["grid x"]), int(macros["OOC_ITEM"])
     index = np.int32 if macros["OOC_INDEX"] == "int" else np.int64
     reads = [Block(at, 8 * (lines + 1))]
-    writes = [Block(panel, width * item, lines, width * item)]
+    writes = [Block(panel, width * item, lines, pitch * item)]
 
     def run() -> None:
         starts = memory.matrix(at, np.int64, 1, lines + 1, lines + 1)[0]
@@ -60,8 +60,8 @@ def scatter(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         found = memory.matrix(from_values, np.uint8, entries, item, item)
         line = np.repeat(np.arange(lines), np.diff(starts))
         inside = (places >= 0) & (places < width)
-        to = memory.bytes_of(writes[0]).reshape(lines, width, item)
-        to[...] = 0
+        to = np.zeros((lines, width, item), np.uint8)
         to[line[inside], places[inside]] = found[inside]
+        memory.bytes_of(writes[0])[...] = to.reshape(lines, width * item)
 
     return Work(run, reads, writes)
