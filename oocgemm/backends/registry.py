@@ -39,7 +39,7 @@ from oocgemm.system import threads
 from oocgemm.system.threads import wake
 
 NAMES = ("auto", "cuda", "host")
-_CUDA = "oocgemm.backends.cuda.gpu"
+_CUDA, _MULTIPLIER = "oocgemm.backends.cuda.gpu", "oocgemm.backends.cuda.multiplier"
 # The names of each backend's kernels. `auto` stands for the fastest one.
 KERNELS = {"cuda": ("auto", "cublas", *RUNGS), "host": ("auto", "blas")}
 
@@ -131,14 +131,19 @@ def check_kernel(backend: str, kernel: str) -> None:
 
 
 def load(name: str, device: int = 0) -> None:
-    """Import the modules of a backend and create its device context, so that a run does not have to.
+    """Import the modules of a backend, create its device context and load cuBLAS, before a run needs them.
 
     Errors are ignored: `open_backend` raises them later.
     """
     if resolve(name) == "cuda" and not missing_for_cuda() and (wake(device) or _CUDA not in sys.modules):
         # If cupy cannot be imported, `open_backend` raises an error or falls back to the host.
         with suppress(ImportError):
+            _preload(device)
             importlib.import_module(_CUDA)
+
+
+def _preload(device: int) -> None:
+    importlib.import_module(_MULTIPLIER).preload(device)
 
 
 def open_backend(name: str, device: int = 0) -> Backend:

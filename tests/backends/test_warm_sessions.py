@@ -1,5 +1,6 @@
 """What sessions of the CUDA backend leave on the device for the next one: streams, kernels, an arena."""
 
+import importlib
 import sys
 import threading
 import time
@@ -201,3 +202,41 @@ def test_concurrent_runs_leave_one_arena(device: Device) -> None:
         session.close()
     assert device.memory.allocated == one
     device.check()
+
+
+@pytest.mark.parametrize("failing", ["", "cublas.create", "malloc", "cublasGemmEx"])
+def test_a_run_uses_the_handle_that_was_created_in_advance(device: Device, failing: str) -> None:
+    """It also runs if cuBLAS could not be loaded in advance."""
+    if failing:
+        device.faults[failing] = Fault(status=2, times=1)
+    multiplier().preload(0)
+    multiplier()._preloads[0].join()
+    np.testing.assert_array_equal(product(), A @ A)
+    assert device.count("cublas.create") == (2 if failing == "cublas.create" else 1)
+    oocgemm.release()
+    assert calls_of(device, "cublas.destroy") == ["cublas.destroy"]
+    device.check()
+
+
+def test_a_run_uses_its_handle_only_after_it_was_loaded(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created, goes_on, make = threading.Event(), threading.Event(), multiplier().make
+
+    def slow(launch: Any) -> None:
+        if threading.current_thread().name == "oocgemm-preload":
+            created.set()
+            assert goes_on.wait(60)
+            device.calls.append(("loaded", ()))
+        make(launch)
+
+    monkeypatch.setattr(multiplier(), "make", slow)
+    multiplier().preload(0)
+    assert created.wait(60)
+    threading.Timer(0.05, goes_on.set).start()
+    np.testing.assert_array_equal(product(), A @ A)
+    assert calls_of(device, "cublas.create", "loaded", "cublasGemmEx")[:2] == ["cublas.create", "loaded"]
+
+
+def multiplier() -> Any:
+    return importlib.import_module("oocgemm.backends.cuda.multiplier")

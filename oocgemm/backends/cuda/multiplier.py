@@ -362,6 +362,37 @@ def _pack(kernels: Kernels, x: int, ld: int, shape: tuple[int, int], k_major: bo
 # Device -> cuBLAS handles that no run uses. They are kept because creating one takes 5 ms. Concurrent runs do
 # not share a handle.
 _idle: dict[int, list[int]] = {}
+# Device -> the thread of `preload`. It may still use a handle that is in `_idle`.
+_preloads: dict[int, threading.Thread] = {}
+# The extent of the product that `preload` computes.
+_PRELOADED = 64
+
+
+def preload(device: int) -> None:
+    """Make cuBLAS load what all its products need, which takes 0.1 s, by a small product in a thread.
+
+    Call it once per device, before its first run, so that the caller can import modules and plan meanwhile.
+    Errors are ignored: the first run fails in the same way.
+    """
+    handles = _idle.setdefault(device, [])
+
+    def load() -> None:
+        n, size = _PRELOADED, 4 * _PRELOADED**2
+        with suppress(Exception), cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
+            handle = cublas.create()
+            handles.append(handle)
+            a = runtime.malloc(3 * size)
+            try:
+                call = Call("float32", Op.N, Op.N, n, n, n, 1, a, n, a + size, n, 0, a + 2 * size, n)
+                make(cublas_gemm(handle, call, keep_gil=False))
+                stream.synchronize()
+            finally:
+                runtime.free(a)
+
+    thread = threading.Thread(target=load, name="oocgemm-preload")
+    with suppress(RuntimeError):  # no thread can be started: the first run loads everything
+        thread.start()
+        _preloads[device] = thread
 
 
 class Multiplier:
@@ -376,17 +407,26 @@ class Multiplier:
         self._kernel = kernel
         self.used: set[str] = set()  # names of the kernels that have multiplied
         self._tuning = tuning.load(device_name(device))
+        self._preload = _preloads.get(device)
         self._idle = _idle.setdefault(device, [])
         try:
-            self._blas = self._idle.pop()
+            self._handle = self._idle.pop()
         except IndexError:
-            self._blas = cublas.create()
+            self._handle = cublas.create()
+
+    @property
+    def _blas(self) -> int:
+        """The cuBLAS handle. The first use waits until `preload` has ended."""
+        if self._preload is not None:
+            self._preload.join()
+            self._preload = None
+        return self._handle
 
     def close(self) -> None:
         """Keep the cuBLAS handle for a later run. Call it when no work that uses the handle is in flight."""
         if self._blas:
             self._idle.append(self._blas)
-        self._blas = 0
+        self._handle = 0
 
     @property
     def is_current(self) -> bool:
@@ -452,6 +492,8 @@ def device_name(device: int) -> str:
 
 def release() -> None:
     """Destroy the cuBLAS handles that no run uses."""
+    for thread in list(_preloads.values()):
+        thread.join()
     for device, handles in list(_idle.items()):  # a run in another thread may add one
         with cupy.cuda.Device(device):
             while handles:

@@ -36,7 +36,8 @@ PACKAGE = "oocgemm.backends.cuda"
 def fake_cuda(seed: int = 0, capacity: int = 1 << 30, devices: int = 1) -> Iterator[Device]:
     """Make the CUDA backend run on new fake devices with `capacity` bytes of memory each, for the block.
 
-    The backend's modules are imported again, on the fake ones. On exit everything is restored.
+    The backend's modules are imported again, on the fake ones. On exit everything is restored. cuBLAS is not
+    loaded in advance, so that the calls of a run are the same in every run.
     """
     device = Device(seed, capacity, devices)
     objects = Objects(device)
@@ -46,6 +47,7 @@ def fake_cuda(seed: int = 0, capacity: int = 1 << 30, devices: int = 1) -> Itera
         patch.dict(sys.modules, modules(device, objects, cublas)),
         patch.dict(vars(backends)),
         patch.object(registry, "missing_for_cuda", lambda: None),
+        patch.object(registry, "_preload", lambda device: None),
         patch.object(ctypes, "CDLL", _loader(ctypes.CDLL, fakes)),
         patch.object(ctypes, "PyDLL", _loader(ctypes.PyDLL, fakes)),
     ):
