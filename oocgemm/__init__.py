@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         OocGemmError,
         OutOfMemoryError,
     )
-    from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
+    from oocgemm.jobs.option_groups import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result
     from oocgemm.jobs.stats import Stats, stats
     from oocgemm.jobs.steps import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
@@ -131,7 +131,7 @@ _HOMES = {
     ),
     "backends": ("release",),
     "jobs.steps": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),
-    "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
+    "jobs.option_groups": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.run": ("Neighbors", "Pairs", "Plan", "Result"),
     "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),

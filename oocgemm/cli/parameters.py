@@ -11,7 +11,8 @@ import numpy as np
 from click.shell_completion import CompletionItem
 
 from oocgemm.cli.process import JSON, F, taking
-from oocgemm.jobs.options import LazyArray, Option, options_of, rendered, types_of
+from oocgemm.jobs.option_groups import LazyArray, Option
+from oocgemm.jobs.options import options_of, rendered, types_of
 from oocgemm.planning.partition import MAX_WORKERS
 from oocgemm.stores.transform import Transform
 

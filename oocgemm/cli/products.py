@@ -29,7 +29,7 @@ from oocgemm.engine.executor import Observer
 from oocgemm.errors import BackendError, BudgetError, ExecutionError
 from oocgemm.integrity.rounding import BOUNDS
 from oocgemm.jobs import resume
-from oocgemm.jobs.options import PlanOptions, Progress
+from oocgemm.jobs.option_groups import PlanOptions, Progress
 from oocgemm.jobs.run import Result
 from oocgemm.planning import Plan
 from oocgemm.planning.cover import GRAMS

@@ -46,7 +46,7 @@ from oocgemm.jobs import output, support
 from oocgemm.jobs.execute import check_log, check_log_apart, conclude, disk_errors, recorder
 from oocgemm.jobs.journal import PARTIAL
 from oocgemm.jobs.operands import open_operands
-from oocgemm.jobs.options import Progress
+from oocgemm.jobs.option_groups import Progress
 from oocgemm.jobs.output import Target
 from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.request import Destination, PlaceKind, Request

@@ -17,7 +17,7 @@ from oocgemm.engine.mirror import outside_kept
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError, OocGemmError
 from oocgemm.jobs import output
-from oocgemm.jobs.options import Progress
+from oocgemm.jobs.option_groups import Progress
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.transforming import on_device

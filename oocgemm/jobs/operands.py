@@ -17,7 +17,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.options import Transpose
+from oocgemm.jobs.option_groups import Transpose
 from oocgemm.jobs.request import Chain, Gram, Reduction, Request, Selection, Source
 from oocgemm.jobs.stats import Stats, largest, squares, stats_of
 from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue

@@ -23,7 +23,7 @@ from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OutOfMemoryError, warn_of_data
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.operands import open_operands, tile_of
-from oocgemm.jobs.options import Size
+from oocgemm.jobs.option_groups import Size
 from oocgemm.jobs.request import Destination, PlaceKind, Request, requests_of, unknown_devices
 from oocgemm.jobs.resume import (
     Earlier,

@@ -11,7 +11,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError, warn_of_data
 from oocgemm.jobs import support
 from oocgemm.jobs.journal import read
-from oocgemm.jobs.options import (
+from oocgemm.jobs.option_groups import (
     Devices,
     GramOptions,
     GramPlanOptions,
@@ -22,8 +22,8 @@ from oocgemm.jobs.options import (
     Requests,
     Size,
     Transpose,
-    check_choices,
 )
+from oocgemm.jobs.options import check_choices
 from oocgemm.jobs.steps import Epilogue, steps_of
 from oocgemm.planning import GemmProblem, Layout, Op, Plan, TileShape
 from oocgemm.planning.partition import Slicing

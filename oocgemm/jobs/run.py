@@ -30,7 +30,8 @@ from oocgemm.engine.executor import Prefetch, is_brief
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.jobs import support
 from oocgemm.jobs.execute import check_log, check_log_apart, execute
-from oocgemm.jobs.options import PathLike, Progress, RunOptions, check_names
+from oocgemm.jobs.option_groups import PathLike, Progress, RunOptions
+from oocgemm.jobs.options import check_names
 from oocgemm.jobs.prepare import Output, PreparedRun, check_memory, prepare
 from oocgemm.jobs.request import Request, Source
 from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of

@@ -37,7 +37,7 @@ from oocgemm.backends.base import Correction, Swept
 from oocgemm.backends.base import Numbers as LineNumbers
 from oocgemm.engine.staging import pageable
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.options import Operand, Size
+from oocgemm.jobs.option_groups import Operand, Size
 from oocgemm.jobs.steps import (
     Add,
     Coefficients,

@@ -32,7 +32,7 @@ from oocgemm.integrity.passes import PIECE, Oriented, Passes
 from oocgemm.integrity.rounding import BOUNDS, FALSE_ALARM
 from oocgemm.integrity.samples import SampledResult, Samples
 from oocgemm.jobs.operands import op_of, problem_of
-from oocgemm.jobs.options import Operand, Size, Transpose
+from oocgemm.jobs.option_groups import Operand, Size, Transpose
 from oocgemm.jobs.pairs import cosines
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.request import Chain, Selection

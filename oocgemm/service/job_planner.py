@@ -38,7 +38,7 @@ from oocgemm.system.text import LINES, plain
 from oocgemm.values import dataclass
 
 if TYPE_CHECKING:
-    from oocgemm.jobs.options import Option
+    from oocgemm.jobs.option_groups import Option
     from oocgemm.jobs.run import Plan
 
 # Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more buffers

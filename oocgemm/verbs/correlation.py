@@ -7,14 +7,11 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.execute import check_places
 from oocgemm.jobs.operands import op_of
+from oocgemm.jobs.option_groups import CorrelationOptions, Operand, Output, SimilarityOptions
 from oocgemm.jobs.options import (
     CoefficientOptions,
     CorrArguments,
-    CorrelationOptions,
     CovArguments,
-    Operand,
-    Output,
-    SimilarityOptions,
     check_choices,
     check_names,
     documented,

@@ -7,15 +7,8 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.options import (
-    CorrelationOptions,
-    DistancesArguments,
-    Operand,
-    Output,
-    check_choices,
-    check_names,
-    documented,
-)
+from oocgemm.jobs.option_groups import CorrelationOptions, Operand, Output
+from oocgemm.jobs.options import DistancesArguments, check_choices, check_names, documented
 from oocgemm.jobs.request import Between, parse_gram
 from oocgemm.jobs.run import Plan, Result, outcome
 from oocgemm.jobs.steps import Cast, Cosines, Distance, RankOne, Scale, SquareRoot

@@ -3,9 +3,7 @@
 from typing import Any, Literal, Unpack, overload
 
 from oocgemm.errors import InputError
-from oocgemm.jobs.options import (
-    PLAN_OPTIONS,
-    GramArguments,
+from oocgemm.jobs.option_groups import (
     GramOptions,
     GramPlanOptions,
     Operand,
@@ -13,9 +11,8 @@ from oocgemm.jobs.options import (
     Output,
     PlanOptions,
     RunOptions,
-    check_names,
-    documented,
 )
+from oocgemm.jobs.options import PLAN_OPTIONS, GramArguments, check_names, documented
 from oocgemm.jobs.request import parse, parse_gram
 from oocgemm.jobs.run import Plan, Result, outcome, plan_request
 

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.options import LdScoresArguments, Operand, PathLike, SimilarityOptions, documented
+from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
+from oocgemm.jobs.options import LdScoresArguments, documented
 from oocgemm.jobs.request import Reduction, parse_gram
 from oocgemm.jobs.run import Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients, Squared, Within

@@ -9,14 +9,8 @@ from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
 from oocgemm.jobs.nearest import Search
-from oocgemm.jobs.options import (
-    NeighborsArguments,
-    Operand,
-    PathLike,
-    SimilarityOptions,
-    check_choices,
-    documented,
-)
+from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
+from oocgemm.jobs.options import NeighborsArguments, check_choices, documented
 from oocgemm.jobs.request import Selection
 from oocgemm.jobs.run import Plan, Result, plan_request
 from oocgemm.jobs.stats import keeping

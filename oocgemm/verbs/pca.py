@@ -10,15 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import DataWarning, InputError
-from oocgemm.jobs.options import (
-    Operand,
-    PathLike,
-    PcaArguments,
-    PcaOptions,
-    check_choices,
-    check_names,
-    documented,
-)
+from oocgemm.jobs.option_groups import Operand, PathLike, PcaOptions
+from oocgemm.jobs.options import PcaArguments, check_choices, check_names, documented
 from oocgemm.jobs.pca_gram import choose, found_by
 from oocgemm.jobs.pca_passes import PcaPasses, PcaState, load_state, save_state, state_path
 from oocgemm.jobs.run import Plan

@@ -8,7 +8,8 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.operands import op_of
-from oocgemm.jobs.options import Operand, PairOptions, ReduceArguments, Transpose, documented
+from oocgemm.jobs.option_groups import Operand, PairOptions, Transpose
+from oocgemm.jobs.options import ReduceArguments, documented
 from oocgemm.jobs.request import Destination, Reduction, Request
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Epilogue, Gaussian, RankOne, Scale, steps_of

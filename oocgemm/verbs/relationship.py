@@ -10,15 +10,8 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.execute import check_places
-from oocgemm.jobs.options import (
-    DenseOptions,
-    GrmArguments,
-    Operand,
-    Output,
-    check_choices,
-    check_names,
-    documented,
-)
+from oocgemm.jobs.option_groups import DenseOptions, Operand, Output
+from oocgemm.jobs.options import GrmArguments, check_choices, check_names, documented
 from oocgemm.jobs.request import Destination, Known, Request, parse_gram
 from oocgemm.jobs.run import Plan, Result, plan_request, run_request
 from oocgemm.jobs.stats import Stats, stats_of

@@ -10,13 +10,11 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs import support
+from oocgemm.jobs.option_groups import Operand, Output, SimilarityOptions
 from oocgemm.jobs.options import (
     OPTIONS,
     ComparisonOptions,
-    Operand,
-    Output,
     SimilarityArguments,
-    SimilarityOptions,
     check_choices,
     check_names,
     documented,

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.jobs.options import Options, check_names
+from oocgemm.jobs.option_groups import Options
+from oocgemm.jobs.options import check_names
 from oocgemm.jobs.request import parse
 from oocgemm.jobs.run import outcome
 from oocgemm.stores import Array

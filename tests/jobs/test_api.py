@@ -13,7 +13,8 @@ import zarr
 import oocgemm
 from oocgemm import BudgetError, InputError, NotFoundError
 from oocgemm.jobs import prepare
-from oocgemm.jobs.options import Options, options_of
+from oocgemm.jobs.option_groups import Options
+from oocgemm.jobs.options import options_of
 from oocgemm.jobs.request import PLACES, Destination, Request
 
 A, B = np.arange(12.0).reshape(3, 4), np.arange(20.0).reshape(4, 5)

@@ -18,7 +18,7 @@ import numpy as np
 import zarr
 
 import oocgemm
-from oocgemm.jobs.options import Options
+from oocgemm.jobs.option_groups import Options
 from oocgemm.jobs.request import parse
 from oocgemm.jobs.run import PreparedJob
 from oocgemm.planning import Plan
