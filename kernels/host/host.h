@@ -68,6 +68,24 @@ struct ooc_selection {
 /* Updates the selected elements, by at most `threads` threads. Returns 0 or ENOMEM. */
 int ooc_select(const struct ooc_selection *selection, size_t threads);
 
+/* Pairs of a row of x and a row of y. Rows start `x_pitch` and `y_pitch` bytes apart, and are multiplied by scales. */
+struct ooc_pairs {
+  const char *x, *y;
+  ptrdiff_t x_pitch, y_pitch;
+  const double *x_scales, *y_scales; /* or NULL */
+  const int64_t *x_at, *y_at;        /* pair number i is that of the rows x_at[i / each] and y_at[i] */
+  size_t each, count, width;         /* pairs and columns */
+  int dtype;                         /* of the elements: 0 float32, 1 float64, 2 int8 */
+};
+
+/* Adds the squared distance of each pair to `sums`, by at most `threads` threads. Sums are added up in an order that
+ * depends on the number of columns alone. */
+void ooc_add_distances(const struct ooc_pairs *pairs, double *sums, size_t threads);
+
+/* Sorts the `count` candidates of each row by their distances, NaN last, and equally near ones by their indices.
+ * Returns 0 or ENOMEM. */
+int ooc_sort_candidates(double *distances, int64_t *indices, size_t rows, size_t count, size_t threads);
+
 /* CUDA's struct CUDA_MEMCPY2D: a copy of `height` rows of `width` bytes. */
 struct ooc_end {
   size_t x, y;

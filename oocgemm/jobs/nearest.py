@@ -10,7 +10,6 @@ rows, the unit roundoff u, and the error g of a sum of k products (`rounding.sum
 cosines is half the squared distance of rows of norm 1.
 """
 
-import os
 from dataclasses import replace
 from functools import cached_property
 from math import sqrt
@@ -23,7 +22,7 @@ from oocgemm.integrity.passes import Oriented
 from oocgemm.integrity.rounding import OPERANDS, sum_error
 from oocgemm.jobs import run as running
 from oocgemm.jobs.operands import open_operands, squared_norms
-from oocgemm.jobs.pairs import squared_distances
+from oocgemm.jobs.pairs import Scaled, sort_candidates, squared_distances
 from oocgemm.jobs.request import Request, Selection
 from oocgemm.jobs.run import Result
 from oocgemm.jobs.stats import inverse_norms
@@ -31,12 +30,10 @@ from oocgemm.jobs.transforming import memory_of, readable
 from oocgemm.planning import DTYPES, GemmProblem
 from oocgemm.stores import Array, Collecting, Matrix
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import StandardizedMatrix, chain_of
+from oocgemm.stores.transformed import chain_of
 
 # The number of candidates beyond those that are wanted.
 SPARE = 8
-# Maximum number of threads that compute exact distances.
-THREADS = 16
 
 
 class FoundRows(NamedTuple):
@@ -55,8 +52,8 @@ class WideRows(NamedTuple):
     scaled to the norm 1, or are 0.
     """
 
-    left: Oriented
-    right: Oriented
+    left: Scaled
+    right: Scaled
     left_norms: Array
     right_norms: Array
 
@@ -94,22 +91,20 @@ class Search:
         same = b is a
         a = readable(a, memory)
         b = a if same else readable(b, memory)
-        matrices: list[Matrix] = [_wide(a), _wide(b)]
+        scales: tuple[Array | None, Array | None] = None, None
         if self._metric == "cosine":
             remedy = "pass another metric"
             scales = (
-                inverse_norms(matrices[0], problem.trans_a, memory, remedy),
-                inverse_norms(matrices[1], problem.trans_b, memory, remedy, right="row"),
+                inverse_norms(_wide(a), problem.trans_a, memory, remedy),
+                inverse_norms(_wide(b), problem.trans_b, memory, remedy, right="row"),
             )
-            axes = int(problem.trans_a.swaps), int(not problem.trans_b.swaps)
-            matrices = [_scaled(*each) for each in zip(matrices, axes, scales, strict=True)]
             norms = [(scale > 0).astype(float) for scale in scales]
         elif problem.exact:  # there are no errors, which would grow with norms
             norms = [np.zeros(problem.m), np.zeros(problem.n)]
         else:
             norms = [np.sqrt(each) for each in squared_norms(problem, a, b, memory)]
-        swaps = problem.trans_a.swaps, not problem.trans_b.swaps
-        left, right = (Oriented(x, swapped) for x, swapped in zip(matrices, swaps, strict=True))
+        left = Scaled(Oriented(_wide(a), problem.trans_a.swaps), scales[0])
+        right = Scaled(Oriented(_wide(b), not problem.trans_b.swaps), scales[1])
         return WideRows(left, right, norms[0], norms[1])
 
     def _error(self, problem: GemmProblem) -> Array:
@@ -128,13 +123,13 @@ class Search:
         return np.asarray(2 * (unit + 2 * OPERANDS[problem.compute]) * sizes + tiny)
 
     def _exact(self, rows: Array, cols: Array) -> Array:
-        """Return the exact distance of each pair; squared for the metric euclidean."""
-        memory, threads = memory_of(self.request) // 4, min(THREADS, len(os.sched_getaffinity(0)))
+        """Return the exact distances of row rows[i] and row cols[i, j]; squared for the metric euclidean."""
         left, right, first, second = self._rows
-        found = squared_distances(left, right, rows, cols, memory, threads)
+        found = squared_distances(left, right, rows, cols, memory_of(self.request) // 4)
         if self._metric == "cosine":
             found /= 2
-            found[(first[rows] == 0) | (second[cols] == 0)] = 1
+            if not (first.all() and second.all()):
+                found[(first[rows] == 0)[:, None] | (second[cols] == 0)] = 1
         return found
 
     def _computed(self, scores: Array) -> Array:
@@ -185,12 +180,11 @@ class Search:
 
         With `excludes`, a row is the last one of its own candidates.
         """
-        flat = np.repeat(rows, indices.shape[1])
-        exact = self._exact(flat, indices.ravel()).reshape(indices.shape)
+        exact = self._exact(rows, indices)
         if excludes:
             exact[indices == rows[:, None]] = np.inf
-        order = np.lexsort((indices, exact))
-        return np.take_along_axis(exact, order, 1), np.take_along_axis(indices, order, 1)
+        sort_candidates(exact, indices)
+        return exact, indices
 
     def _within(self, radius: float) -> FoundRows:
         problem = self._opened[2]
@@ -201,7 +195,7 @@ class Search:
         assert isinstance(run.c, Collecting)
         starts, cols, scores = run.c.csr()
         rows = np.repeat(np.arange(problem.m), np.diff(starts))
-        exact = self._exact(rows, cols)
+        exact = self._exact(rows, cols[:, None]).ravel()
         shown = np.sqrt(exact) if self._metric == "euclidean" else exact
         at = np.flatnonzero(shown <= radius)
         at = at[np.lexsort((cols[at], shown[at], rows[at]))]
@@ -213,9 +207,3 @@ def _wide(matrix: Matrix) -> Matrix:
     """Return a matrix with elements that are not rounded after its transform."""
     chain = chain_of(matrix)
     return matrix if chain is None else chain.wide()
-
-
-def _scaled(matrix: Matrix, axis: int, scale: Array) -> Matrix:
-    """Return a matrix whose lines along an axis are multiplied by numbers, in float64."""
-    dtype = np.dtype(np.float64)
-    return StandardizedMatrix(matrix, axis, scaled=True, centered=False, numbers=(scale,), dtype=dtype)

@@ -1,23 +1,50 @@
 """Compute inner products and distances of selected pairs of rows, from rows that are read again.
 
-Sums are in float64, and added up in an order that depends on the number of columns alone.
+Sums are in float64, and added up in an order that depends on the number of columns alone. Distances are
+computed by compiled code (`kernels/host/distances.c`), or else by NumPy, with other rounding errors.
 """
 
+import ctypes
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
+from oocgemm import stores
 from oocgemm.integrity.passes import Oriented
 from oocgemm.integrity.samples import read
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array
+from oocgemm.system.installed import compiled
 
 # Maximum number of columns that are read at a time, and of products of elements that are computed at a time.
 DEPTH, PRODUCTS = 1 << 14, 1 << 20
-# Rows in the same range of this many rows are read together, if chunks have fewer rows.
-BAND = 32
+# Rows in the same range of BAND rows are read together, if chunks have fewer rows. If most rows are read, the
+# range has DENSE_BAND rows.
+BAND, DENSE_BAND = 32, 1024
+# Numbers of dtypes of elements in kernels/host/host.h.
+DTYPES = {"float32": 0, "float64": 1, "int8": 2}
+
+
+class _Pairs(ctypes.Structure):
+    """struct ooc_pairs of kernels/host/host.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "y")),
+        *((name, ctypes.c_ssize_t) for name in ("x_pitch", "y_pitch")),
+        *((name, ctypes.c_void_p) for name in ("x_scales", "y_scales", "x_at", "y_at")),
+        *((name, ctypes.c_size_t) for name in ("each", "count", "width")),
+        ("dtype", ctypes.c_int),
+    )
+
+
+class Scaled(NamedTuple):
+    """The rows of a matrix, times a number per row. Without `scales`, the numbers are 1."""
+
+    matrix: Oriented
+    scales: Array | None = None
 
 
 class PairBlock(NamedTuple):
@@ -73,23 +100,107 @@ def cosines(
     return _divided(sums, x_squares, y_squares)
 
 
-def squared_distances(
-    left: Oriented, right: Oriented, rows: Array, cols: Array, memory: int, threads: int
-) -> Array:
-    """Return the squared distance of each pair of rows (`blocks`), to about the precision of float64."""
-    found = np.zeros(len(rows))
-    with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-pairs") as pool:
-        for block in blocks(left, right, rows, cols, memory, lambda: None):
-            step = max(1, PRODUCTS // (4 * max(1, block.x.shape[1])))
+def squared_distances(x: Scaled, y: Scaled, rows: Array, cols: Array, memory: int) -> Array:
+    """Return the squared distance of row ``rows[i]`` of x and row ``cols[i, j]`` of y, for each i and j.
 
-            def add(start: int, block: PairBlock = block, step: int = step) -> None:
-                here = slice(start, start + step)
-                apart = block.x[block.x_at[here]]
-                apart -= block.y[block.y_at[here]]
-                found[block.at[here]] += np.einsum("pk,pk->p", apart, apart)
-
-            list(pool.map(add, range(0, len(block.at), step)))
+    Rows that are not in memory, or not in a dtype of `DTYPES`, are read in about `memory` bytes (`blocks`).
+    """
+    found = np.zeros(cols.shape)
+    arrays = _elements(x.matrix), _elements(y.matrix)
+    if arrays[0] is not None and arrays[1] is not None and arrays[0].dtype == arrays[1].dtype:
+        scales = x.scales, y.scales
+        for start in range(0, arrays[0].shape[1], DEPTH):
+            span = np.s_[:, start : start + DEPTH]
+            _add_distances((arrays[0][span], arrays[1][span]), scales, rows, cols, found)
+        return found
+    flat, lines = found.ravel(), np.repeat(rows, cols.shape[1])
+    for block in blocks(x.matrix, y.matrix, lines, cols.ravel(), memory, lambda: None):
+        scales = tuple(  # type: ignore[assignment]
+            None if of.scales is None else _of_lines(of.scales, numbers[block.at], at, len(array))
+            for of, numbers, at, array in (
+                (x, lines, block.x_at, block.x),
+                (y, cols.ravel(), block.y_at, block.y),
+            )
+        )
+        part = flat[block.at]
+        _add_distances((block.x, block.y), scales, block.x_at, block.y_at[:, None], part)
+        flat[block.at] = part
     return found
+
+
+def sort_candidates(distances: Array, indices: Array) -> None:
+    """Sort the candidates of each row in place: by distances, NaN last, and equal ones by indices.
+
+    Both arrays are contiguous, of float64 and int64.
+    """
+    if (library := compiled()) is None:
+        order = np.lexsort((indices, distances))
+        distances[...] = np.take_along_axis(distances, order, 1)
+        indices[...] = np.take_along_axis(indices, order, 1)
+        return
+    sizes = map(ctypes.c_size_t, (*distances.shape, _threads()))
+    addresses = map(ctypes.c_void_p, (distances.ctypes.data, indices.ctypes.data))
+    if library.ooc_sort_candidates(*addresses, *sizes):
+        raise MemoryError
+
+
+def _threads() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _elements(x: Oriented) -> Array | None:
+    """Return the rows of a matrix in memory; None if compiled code cannot address them."""
+    array = stores.in_memory(x.matrix)
+    if array is None or compiled() is None or array.dtype.name not in DTYPES:
+        return None
+    array = array.T if x.swapped else array
+    plain = array.dtype.isnative and array.flags.aligned
+    return array if plain and (array.strides[1] == array.itemsize or array.shape[1] <= 1) else None
+
+
+def _of_lines(scales: Array, numbers: Array, at: Array, count: int) -> Array:
+    """Return the scales of the lines of a block. Pair i is of line `numbers[i]`, number `at[i]` in it."""
+    found = np.empty(count)
+    found[at] = scales[numbers]
+    return found
+
+
+def _add_distances(
+    arrays: tuple[Array, Array],
+    scales: tuple[Array | None, Array | None],
+    rows: Array,
+    cols: Array,
+    sums: Array,
+) -> None:
+    """Add the squared distances of row rows[i] of an array and row cols[i, j] of another one to `sums`."""
+    x, y = arrays
+    if (library := compiled()) is not None:
+        numbers = [np.ascontiguousarray(each, np.int64) for each in (rows, cols)]
+        factors = [None if each is None else np.ascontiguousarray(each, np.float64) for each in scales]
+        given = _Pairs(
+            *(x.ctypes.data, y.ctypes.data, x.strides[0], y.strides[0]),
+            *(None if each is None else each.ctypes.data for each in factors),
+            *(each.ctypes.data for each in numbers),
+            *(max(1, cols.shape[1]), cols.size, x.shape[1], DTYPES[x.dtype.name]),
+        )
+        library.ooc_add_distances(
+            ctypes.byref(given), ctypes.c_void_p(sums.ctypes.data), ctypes.c_size_t(_threads())
+        )
+        return
+    step, flat = max(1, PRODUCTS // (4 * max(1, x.shape[1]))), sums.ravel()
+    lines, others = np.repeat(rows, cols.shape[1]), cols.ravel()
+
+    def add(start: int) -> None:
+        here = slice(start, start + step)
+        left, right = (
+            array[at[here]] if of is None else array[at[here]] * of[at[here], None]
+            for array, of, at in ((x, scales[0], lines), (y, scales[1], others))
+        )
+        left -= right
+        flat[here] += np.einsum("pk,pk->p", left, left)
+
+    with ThreadPoolExecutor(_threads(), thread_name_prefix="oocgemm-pairs") as pool:
+        list(pool.map(add, range(0, len(flat), step)))
 
 
 def _unique(numbers: Array) -> tuple[Array, Array]:
@@ -109,7 +220,8 @@ def _runs(numbers: Array) -> Iterator[slice]:
 def _lines(x: Oriented, lines: Array, span: Range) -> Array:
     """Return some rows of a matrix in the columns `span`, in float64. Rows of a chunk are read together."""
     found = np.empty((len(lines), span[1] - span[0]))
-    for part in _runs(lines // max(BAND, x.chunk[0])):
+    dense = 2 * len(lines) > lines[-1] - lines[0]
+    for part in _runs(lines // max(DENSE_BAND if dense else BAND, x.chunk[0])):
         inside = lines[part]
         block = read(x, (int(inside[0]), int(inside[-1]) + 1), span, wide=False)
         found[part] = block[inside - inside[0]]
