@@ -27,7 +27,7 @@ GAMMA = 0.125
 A, B = (
     np.random.default_rng(n).integers(0, 3, s).astype(np.float64) for n, s in ((1, (16, 20)), (2, (20, 12)))
 )
-MAX_STEPS = 9  # after which a run is interrupted: more than a tile has, fewer than all tiles or passes
+MAX_STEPS = 6  # after which a run is interrupted: more than a tile has, fewer than all tiles or passes
 V = np.arange(-5.0, 11.0)
 EXECUTORS: Mapping[str, dict[str, Any]] = {
     "host": {},
