@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from oocgemm.service.client import Client, Job
     from oocgemm.stores.folded import as_matrix
     from oocgemm.stores.joined import concat
+    from oocgemm.stores.kept import keep
     from oocgemm.stores.transform import Transform
     from oocgemm.timeline import Report, Timeline, read_log, report
     from oocgemm.verbs.correlation import corr, cov
@@ -105,6 +106,7 @@ __all__ = [
     "gemm",
     "gram",
     "grm",
+    "keep",
     "kernel_matmul",
     "ld_scores",
     "matmul",
@@ -140,6 +142,7 @@ _HOMES = {
     "service.client": ("Client", "Job"),
     "stores.folded": ("as_matrix",),
     "stores.joined": ("concat",),
+    "stores.kept": ("keep",),
     "stores.transform": ("Transform",),
     "timeline": ("Report", "Timeline", "read_log", "report"),
     "verbs.correlation": ("corr", "cov"),

@@ -20,10 +20,10 @@ from oocgemm.jobs.options import VERBS, options_of
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "support.md"
 OPERANDS = (
     *("plain", "transformed", "compressed", "remote", "mixed", "packed"),
-    *("sparse", "n-d", "concatenated"),
+    *("sparse", "n-d", "concatenated", "kept"),
 )
-# Operands that `as_matrix` and `concat` make: descriptions, not paths.
-VIEWS = {"n-d", "concatenated"}
+# Operands that `as_matrix`, `concat` and `keep` make: descriptions, not paths.
+VIEWS = {"n-d", "concatenated", "kept"}
 EXECUTORS = {
     "host": support.ONE,
     "device": support.ONE,
@@ -43,7 +43,7 @@ cannot run. Tests run every cell. A hole raises `CombinationError` if it is aske
 - *plain*, *compressed*: arrays at a path. *transformed*: with a `Transform`. *remote*: at a URL.
 - *mixed*: A in uint8, and B in int16. *packed*: int16 with `scale_factor` and `add_offset`. *sparse*: a CSR
   matrix in a file. *n-d*: an array of three dimensions, folded by `as_matrix`.
-  *concatenated*: two arrays, joined by `concat`.
+  *concatenated*: two arrays, joined by `concat`. *kept*: some rows and columns of an array, kept by `keep`.
 - *resume*: an interrupted run can be continued. *verify*: the product is checked by checksums.
 
 A number names the reason of a hole, below the tables.

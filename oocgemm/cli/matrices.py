@@ -2,7 +2,8 @@
 
 A pattern, such as ``chr*.bed``, and a list of paths in a file, ``@files.txt``, stand for the matrices at
 these paths, which are joined (`oocgemm.concat`). Files of a pattern are in natural order: chr2 before chr10.
-The axes of each array are folded by ``--rows``, ``--cols`` and ``--isel`` (`oocgemm.as_matrix`).
+The axes of each array are folded by ``--rows``, ``--cols`` and ``--isel`` (`oocgemm.as_matrix`). Of the
+matrix, ``--keep-rows`` and ``--keep-cols`` keep a part (`oocgemm.keep`).
 """
 
 import glob
@@ -16,6 +17,7 @@ from oocgemm.stores.folded import as_matrix
 from oocgemm.stores.formats import MARK
 from oocgemm.stores.genetics import is_bed
 from oocgemm.stores.joined import concat as join
+from oocgemm.stores.kept import keep
 
 
 def viewed(
@@ -26,6 +28,8 @@ def viewed(
     cols: str | None,
     isel: str | None,
     concat: int | None,
+    keep_rows: str | None,
+    keep_cols: str | None,
     shown: bool = True,
 ) -> Any:
     """Return the operand for what was given on the command line. Raises `InputError`.
@@ -36,12 +40,13 @@ def viewed(
     parts: list[Any] = paths
     if not (rows is cols is isel is None):
         parts = [as_matrix(each, _axes(rows), _axes(cols), _parts(isel)) for each in paths]
-    if len(parts) == 1:
-        return parts[0]
-    axis = concat if concat is not None else int(is_bed(paths[0]))
-    if shown:
-        print_note(f"{name} has {len(paths)} parts, joined along axis {axis}: {', '.join(paths)}")
-    return join(parts, axis)
+    found = parts[0]
+    if len(parts) > 1:
+        axis = concat if concat is not None else int(is_bed(paths[0]))
+        if shown:
+            print_note(f"{name} has {len(paths)} parts, joined along axis {axis}: {', '.join(paths)}")
+        found = join(parts, axis)
+    return found if keep_rows is keep_cols is None else keep(found, keep_rows, keep_cols)
 
 
 def _paths(name: str, path: str) -> list[str]:

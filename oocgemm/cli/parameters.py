@@ -146,6 +146,10 @@ def verb_command(verb: str, *operands: str, **more: Any) -> Callable[[Callable[.
     return make
 
 
+# The options that make a matrix of an operand.
+_VIEWS = ("rows", "cols", "isel", "concat", "keep_rows", "keep_cols")
+
+
 def views(*operands: str) -> Callable[[F], F]:
     """Return a decorator that adds options which make matrices of operands (`oocgemm.cli.matrices`).
 
@@ -180,6 +184,15 @@ def views(*operands: str) -> Callable[[F], F]:
                 help=f"Join the files{of}, given by a pattern such as 'chr*.bed' or a list @FILE, along rows "
                 "(0) or columns (1).  [default: 1 for .bed files, whose columns are variants, else 0]",
             ),
+            *(
+                click.option(
+                    f"--{prefix}keep-{lines}",
+                    metavar="FILE",
+                    help=f"Keep only these {what}{of}: a .npy file of bool, one for each, or of numbers; or "
+                    "a text with one number per line, from 0.",
+                )
+                for lines, what in (("rows", "rows"), ("cols", "columns"))
+            ),
         ]
 
     def add(function: F) -> F:
@@ -190,7 +203,7 @@ def views(*operands: str) -> Callable[[F], F]:
             shown = not (options.get("quiet") or options["as_json"])
             for operand in operands:
                 prefix = f"{operand}_" if several else ""
-                given = {name: options.pop(f"{prefix}{name}") for name in ("rows", "cols", "isel", "concat")}
+                given = {name: options.pop(f"{prefix}{name}") for name in _VIEWS}
                 options[operand] = viewed(operand.upper(), options[operand], shown=shown, **given)
             return function(**options)
 

@@ -38,7 +38,8 @@ from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import counted
 from oocgemm.stores import Array, Matrix
-from oocgemm.stores.base import ConstantRows, KeptMatrix, RowsMatrix, SlicedMatrix, dtype_name, named_dtype
+from oocgemm.stores.base import ConstantRows, RowsMatrix, SlicedMatrix, dtype_name, named_dtype
+from oocgemm.stores.kept import KeptMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import (
     ConvertedMatrix,

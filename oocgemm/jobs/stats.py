@@ -155,15 +155,19 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def genotype_counts(matrix: Genotypes, memory: int) -> Array:
+def packed_of(matrix: Matrix, axis: int, code: float | None, log1p: bool) -> Matrix | None:
+    """Return the packed genotypes of a matrix if their counts are its statistics along an axis; else None."""
+    fits = isinstance(matrix, Genotypes) and matrix.variant_axis != axis and code == MISSING and not log1p
+    return matrix.packed() if fits and isinstance(matrix, Genotypes) else None
+
+
+def genotype_counts(packed: Matrix, individuals: int, memory: int) -> Array:
     """Return how many genotypes of each variant are 0, 1, 2 and missing, an array with four columns.
 
     Words of 32 genotypes are counted by their bits: a high bit alone stands for 1, a low bit alone for a
     missing genotype, both for 0. So this is much faster than a pass over the elements.
     """
-    packed = matrix.packed()
     variants, width = packed.shape
-    individuals = matrix.shape[1 - matrix.variant_axis]
     found = np.zeros((variants, 4), np.int64)
     unused = width * PER_BYTE - individuals  # genotypes in the last byte of a line
 
@@ -316,8 +320,9 @@ def stats_of(
 def _computed(
     matrix: Matrix, axis: int, code: float | None, log1p: bool, memory: int, *, extremes: bool
 ) -> Stats:
-    if isinstance(matrix, Genotypes) and matrix.variant_axis != axis and code == MISSING and not log1p:
-        return _of_genotypes(genotype_counts(matrix, memory))
+    packed = packed_of(matrix, axis, code, log1p)
+    if packed is not None:
+        return _of_genotypes(genotype_counts(packed, matrix.shape[axis], memory))
     found = Moments(matrix.shape[1 - axis])
 
     def act(rows: Range, cols: Range, raw: Array) -> Moments:
@@ -338,7 +343,7 @@ def swept(
     chain = chain_of(matrix)
     source = matrix if chain is None else chain.source
     size = source.shape[0] * source.shape[1] * source.dtype.itemsize
-    counts = isinstance(matrix, Genotypes) and matrix.variant_axis != axis and code == MISSING and not log1p
+    counts = packed_of(matrix, axis, code, log1p) is not None
     if size < MIN_SWEPT or counts or source.dtype.kind == "c":
         return None
     steps, numbers = tuple[ElementStep, ...](), tuple[Numbers, ...]()

@@ -36,7 +36,7 @@ from oocgemm.stores.transformed import (
     TransformedMatrix,
     chain_of,
 )
-from oocgemm.stores.unpacked import accepting
+from oocgemm.stores.unpacked import accepting, with_left_out
 from oocgemm.system.resources import RECENT, available_memory
 
 # The name of a line, by the axis that numbers the lines.
@@ -249,7 +249,8 @@ def transformed(
         raise InputError(f"the transform of {matrix.name} is {transform!r}: pass an oocgemm.Transform")
     k_axis, matrix = int(left != op.swaps), accepted(matrix, transform)
     if transform.target_sum is not None:
-        whole = None if whole is None else accepted(whole, transform)
+        summed = with_left_out(matrix if whole is None else whole, 1 - rows)
+        whole = matrix if summed is matrix else accepted(summed, transform)
         matrix = NormalizedMatrix(matrix, transform.target_sum, rows, whole)
     return TransformedMatrix(matrix, transform, k_axis, lines or _LINES[k_axis])
 

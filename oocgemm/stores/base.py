@@ -6,12 +6,10 @@
 """
 
 import errno
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol, Self
@@ -469,11 +467,16 @@ class View(ReadOnly):
     def identities(self) -> set[object]:
         return self._matrix.identities()
 
+    @property
+    def viewed(self) -> Matrix:
+        """The matrix that the view reads."""
+        return self._matrix
+
 
 def underlying(matrix: Matrix) -> Matrix:
     """Return the matrix that a view, or a view of a view, reads. Return any other matrix unchanged."""
     while isinstance(matrix, View):
-        matrix = matrix._matrix
+        matrix = matrix.viewed
     return matrix
 
 
@@ -514,31 +517,6 @@ class MirroredMatrix(View):
         self._matrix.read(rows, cols, out)
         place = np.subtract.outer(np.arange(*rows), np.arange(*cols))
         np.copyto(out, mirrored, where=place > 0 if self._upper else place < 0)
-
-
-class KeptMatrix(View):
-    """A view of the rows (`axis` 0) or columns (1) of a matrix whose ascending numbers are in `kept`."""
-
-    def __init__(self, matrix: Matrix, axis: int, kept: Array) -> None:
-        super().__init__(matrix)
-        self._axis, self._kept = axis, kept
-        self.shape = (len(kept), matrix.shape[1]) if axis == 0 else (matrix.shape[0], len(kept))
-        self.layout: Layout = matrix.layout.computed(0, kept.nbytes)
-
-    def fingerprint(self) -> dict[str, object] | None:
-        found = self._matrix.fingerprint()
-        return found and found | {"kept": hashlib.sha256(self._kept.tobytes()).hexdigest()[:16]}
-
-    def read(self, rows: Range, cols: Range, out: Array) -> None:
-        # Lines of a run are adjacent in the matrix.
-        lines = self._kept[slice(*(rows, cols)[self._axis])]
-        ends = np.flatnonzero(np.diff(lines, append=-1) != 1) + 1
-        for start, stop in pairwise([0, *ends]):
-            run = int(lines[start]), int(lines[stop - 1]) + 1
-            if self._axis == 0:
-                self._matrix.read(run, cols, out[start:stop])
-            else:
-                self._matrix.read(rows, run, out[:, start:stop])
 
 
 class ConstantRows(ReadOnly):

@@ -226,8 +226,23 @@ class Genotypes(Matrix, Protocol):
     def variant_axis(self) -> int:
         """The axis that numbers the variants."""
 
-    def packed(self) -> Matrix:
-        """Return the stored bytes, with four genotypes each, as a matrix with a row per variant."""
+    def packed(self) -> Matrix | None:
+        """Return the stored bytes, with four genotypes each, as a matrix with a row per variant.
+
+        Return None if the matrix has only some of the individuals in these bytes.
+        """
+
+    def transposed(self) -> "Genotypes":
+        """Return the transpose."""
+
+    def individuals(self) -> Sequence[tuple[str, str]]:
+        """Return the family ID and the individual ID of each individual. Raises `InputError`."""
+
+    def chromosomes(self) -> Sequence[str]:
+        """Return the name of the chromosome of each variant. Raises `InputError`."""
+
+    def variant_ids(self) -> Sequence[str]:
+        """Return the ID of each variant. Raises `InputError`."""
 
 
 def memory(matrix: Matrix) -> Array:

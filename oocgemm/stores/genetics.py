@@ -26,8 +26,8 @@ was computed from (https://yanglab.westlake.edu.cn/software/gcta/#MakingaGRM).
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 from math import isqrt
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -80,14 +80,14 @@ _SYNONYMS = {"M": "MT", "PAR1": "XY", "PAR2": "XY"}
 _SHOWN = 12
 
 
-def on_chromosomes(paths: Sequence[Path], given: Chromosomes | None) -> Array:
-    """Return whether each variant of some .bed files is on one of the given chromosomes. Raises `InputError`.
+def on_chromosomes(words: Sequence[str], paths: Sequence[str], given: Chromosomes | None) -> Array:
+    """Return whether each variant is on one of the given chromosomes. Raises `InputError`.
 
-    If `given` is None, the chromosomes are the autosomes. If the .bim file has 0, for an unknown chromosome,
+    `words` has the name of the chromosome of each variant, from the .bim files of .bed files at `paths`. If
+    `given` is None, the chromosomes are the autosomes. If the .bim file has 0, for an unknown chromosome,
     in each line, they are all chromosomes.
     """
-    place = paths[0].with_suffix(".bim")
-    words = [word for path in paths for word in _first_words(path.with_suffix(".bim"))]
+    place = Path(paths[0]).with_suffix(".bim")
     names, inverse = np.unique(words, return_inverse=True)
     codes = [_code(str(name)) for name in names]
     if given is None and set(codes) <= {UNPLACED}:
@@ -109,7 +109,7 @@ def on_chromosomes(paths: Sequence[Path], given: Chromosomes | None) -> Array:
     for entry in _entries(AUTOSOMES if given is None else given):
         matching = _matching(entry, known, human=human)
         if not any(matching):
-            files = ", ".join(map(str, paths[:_SHOWN]))
+            files = ", ".join(paths[:_SHOWN])
             shown = ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
             raise InputError(
                 f"no variant of {files} is on chromosome {entry}: {place.name} names {shown}; pass some of "
@@ -145,14 +145,6 @@ def _entries(given: Chromosomes) -> Iterable[str]:
     raise InputError(
         f"chromosomes = {given!r}: pass names, numbers or ranges, such as '1-22,X', '{AUTOSOMES}' or '{ALL}'"
     )
-
-
-def _first_words(place: Path) -> list[str]:
-    try:
-        with open(place, encoding="utf-8", errors="surrogateescape") as file:
-            return [(line.split(maxsplit=1) or [UNPLACED])[0] for line in file]
-    except OSError as error:
-        raise InputError(f"{place} cannot be read: {error.strerror}") from error
 
 
 def _code(name: str) -> str:
@@ -240,13 +232,17 @@ class BedMatrix(ReadOnly):
     def packed(self) -> Matrix:
         return NpyMatrix(self.name, self._path, (self._variants, self._line), self.dtype, _HEADER)
 
-    def fam(self) -> bytes:
-        """Return the content of the .fam file. Raises `InputError`."""
-        return _fam(self._path)
-
     def individuals(self) -> list[tuple[str, str]]:
         """Return the family ID and the individual ID of each individual."""
         return individuals_of(self._path)
+
+    def chromosomes(self) -> list[str]:
+        """Return the name of the chromosome of each variant."""
+        return [line[0] if line else UNPLACED for line in _described(self._path)]
+
+    def variant_ids(self) -> list[str]:
+        """Return the ID of each variant."""
+        return [line[1] if len(line) > 1 else "" for line in _described(self._path)]
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         variants, individuals, block = (rows, cols, out) if self._by_variant else (cols, rows, out.T)
@@ -325,13 +321,33 @@ def open_bed(name: str, path: Path) -> BedMatrix:
 
 def individuals_of(path: Path) -> list[tuple[str, str]]:
     """Return the family ID and the individual ID of each individual of a .bed file. Raises `InputError`."""
-    place = path.with_suffix(".fam")
-    lines = _fam(path).decode("utf-8", "surrogateescape").splitlines()
-    found = [line.split(maxsplit=2) for line in lines]
-    for number, words in enumerate(found, 1):
-        if len(words) < 2:
-            raise InputError(f"line {number} of {place} has no family and individual ID: add them")
-    return [(words[0], words[1]) for words in found]
+    found, wrong = _ids_in(_fam(path))
+    if wrong:
+        place = path.with_suffix(".fam")
+        raise InputError(f"line {wrong} of {place} has no family and individual ID: add them")
+    return found
+
+
+@lru_cache(1)
+def _ids_in(content: bytes) -> tuple[list[tuple[str, str]], int]:
+    """Return the IDs in a .fam file, and the number of a line without IDs; 0 if there is none.
+
+    The files of all chromosomes usually have the same content.
+    """
+    lines = [line.split(maxsplit=2) for line in content.decode("utf-8", "surrogateescape").splitlines()]
+    wrong = next((number for number, words in enumerate(lines, 1) if len(words) < 2), 0)
+    return ([] if wrong else [(words[0], words[1]) for words in lines]), wrong
+
+
+def _described(path: Path) -> Iterator[list[str]]:
+    """Yield the first words of each line of the .bim file: the chromosome, the ID, and the rest."""
+    place = path.with_suffix(".bim")
+    try:
+        with open(place, encoding="utf-8", errors="surrogateescape") as file:
+            for line in file:
+                yield line.split(maxsplit=2)
+    except OSError as error:
+        raise InputError(f"{place} cannot be read: {error.strerror}") from error
 
 
 def _fam(path: Path) -> bytes:

@@ -18,10 +18,9 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Chunked, Coding, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Composite, Matrix, ReadOnly, Store, leaves, not_writable
-from oocgemm.stores.capabilities import Coded
+from oocgemm.stores.capabilities import Coded, Genotypes
 from oocgemm.stores.codecs import CHECKSUM_BYTES, NO_ROOM, Fetched
 from oocgemm.stores.declared import AS_STORED, NOTHING, Declared, place_of
-from oocgemm.stores.genetics import BedMatrix
 from oocgemm.values import dataclass
 
 LINES = ("rows", "columns")
@@ -115,7 +114,7 @@ def joined(name: str, parts: Sequence[Matrix], axis: int) -> Matrix:
                 f"pass parts with as many {LINES[1 - axis]}, or join them along axis {1 - axis} (--concat "
                 f"{1 - axis})"
             )
-    genotypes = [part for part in parts if isinstance(part, BedMatrix)]
+    genotypes = [part for part in parts if isinstance(part, Genotypes)]
     if genotypes:
         _check_genotypes(name, genotypes, axis)
     if len(genotypes) == len(parts):
@@ -127,18 +126,18 @@ def _place(matrix: Matrix) -> str:
     return place_of(matrix).removeprefix(f"{matrix.name}: ")
 
 
-def _check_genotypes(name: str, parts: Sequence[BedMatrix], axis: int) -> None:
+def _check_genotypes(name: str, parts: Sequence[Genotypes], axis: int) -> None:
     """Raise `InputError` unless .bed files are joined along variants, and have the same individuals."""
     if axis != parts[0].variant_axis:
         raise InputError(
             f"{name}: .bed files would be joined along their individuals: pass axis=1 (--concat 1) to join "
             "them along their variants"
         )
-    content = parts[0].fam()
+    known = parts[0].individuals()
     for part in parts[1:]:
-        if part.fam() == content:
+        found = part.individuals()
+        if found is known:
             continue
-        known, found = parts[0].individuals(), part.individuals()
         for at, (one, other) in enumerate(zip(known, found, strict=True)):
             if one != other:
                 raise InputError(
@@ -290,16 +289,30 @@ class CodedJoin(JoinedMatrix):
 class JoinedGenotypes(JoinedMatrix):
     """The genotypes of several .bed files with the same individuals, joined along variants (`Genotypes`)."""
 
-    parts: Sequence[BedMatrix]
+    parts: Sequence[Genotypes]
 
     @property
     def variant_axis(self) -> int:
         """The axis that numbers the variants."""
         return self._axis
 
-    def packed(self) -> Matrix:
+    def packed(self) -> Matrix | None:
         """Return the stored bytes, with four genotypes each, as a matrix with a row per variant."""
-        return JoinedMatrix(self.name, [part.packed() for part in self.parts], 0)
+        found = [part.packed() for part in self.parts]
+        known = [each for each in found if each is not None]
+        return JoinedMatrix(self.name, known, 0) if len(known) == len(found) else None
 
     def transposed(self) -> "JoinedGenotypes":
         return JoinedGenotypes(self.name, [part.transposed() for part in self.parts], 1 - self._axis)
+
+    def individuals(self) -> Sequence[tuple[str, str]]:
+        """Return the family ID and the individual ID of each individual."""
+        return self.parts[0].individuals()
+
+    def chromosomes(self) -> Sequence[str]:
+        """Return the name of the chromosome of each variant."""
+        return [name for part in self.parts for name in part.chromosomes()]
+
+    def variant_ids(self) -> Sequence[str]:
+        """Return the ID of each variant."""
+        return [name for part in self.parts for name in part.variant_ids()]

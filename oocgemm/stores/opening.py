@@ -50,6 +50,7 @@ from oocgemm.stores.formats import OperandFacts, UnsupportedError
 from oocgemm.stores.genetics import BedFiles, GrmFiles
 from oocgemm.stores.hdf5 import HDF5Files
 from oocgemm.stores.joined import JOINED, JoinedMatrix
+from oocgemm.stores.kept import KEPT
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores, check_url
@@ -63,7 +64,7 @@ ARRAYS = Arrays()
 # These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (
     *(NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), SparseArrays(), ZarrArrays(), ARRAYS),
-    *(FOLDED, JOINED),
+    *(FOLDED, JOINED, KEPT),
 )
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())

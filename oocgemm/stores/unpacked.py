@@ -12,8 +12,9 @@ from typing import Any, Self
 import numpy as np
 
 from oocgemm.planning.elements import ElementStep
-from oocgemm.stores.base import Matrix
+from oocgemm.stores.base import Matrix, View
 from oocgemm.stores.declared import NOTHING, CompleteMatrix, Declared, place_of, refuse_packed
+from oocgemm.stores.kept import KeptMatrix, with_all
 from oocgemm.stores.transformed import Numbers, SteppedMatrix, representable
 
 
@@ -100,3 +101,14 @@ def accepting(matrix: Matrix, code: float | None) -> Matrix:
     if code is None or not isinstance(matrix, CompleteMatrix | UnpackedMatrix):
         return matrix
     return matrix.accepting(code)
+
+
+def with_left_out(matrix: Matrix, axis: int) -> Matrix:
+    """Return an operand with all lines along an axis, if `keep` has kept only some of them."""
+    stored = matrix
+    while isinstance(stored, View) and not isinstance(stored, KeptMatrix):
+        stored = stored.viewed
+    whole = with_all(stored, axis)
+    if whole is stored:
+        return matrix
+    return whole if stored is matrix else decoded(whole)

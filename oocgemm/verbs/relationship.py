@@ -1,6 +1,7 @@
 """The verb `grm`: the genetic relationship matrix of the individuals in a matrix of genotypes."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
@@ -18,14 +19,12 @@ from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.steps import DivideOrZero
 from oocgemm.jobs.transforming import accepted, memory_of
 from oocgemm.planning import Op
-from oocgemm.stores import Array
+from oocgemm.stores import Array, Genotypes
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.genetics import (
     ALL,
     Chromosomes,
     companions,
-    individuals_of,
-    is_bed,
     is_grm,
     on_chromosomes,
     write_companions,
@@ -133,15 +132,17 @@ def grm(
         raise InputError(f"uplo = {uplo!r}: a .grm.bin file has the lower triangle: drop uplo")
     request = parse_gram(x, out, axis, uplo, dict[str, Any](options))  # type: ignore[arg-type]
     matrix = stores.open_matrix("X", x, decode=request.decode)
+    # The genotypes of .bed files, whose individuals and variants have names.
+    named = matrix if axis == 0 and isinstance(matrix, Genotypes) else None
     if missing == MISSING and matrix.dtype.kind in "bu":
         missing = None  # no element can have the default code
     known = Transform(missing=missing)
     known.result("X", matrix.dtype)  # refuses complex operands
     matrix, op = stores.by_rows(accepted(matrix, known), Op.T if axis else Op.N)
-    chosen = _chosen(x, axis, chromosomes, matrix.shape[1 - int(op.swaps)])
-    individuals: list[tuple[str, str]] = []
+    chosen = _chosen(x, named, chromosomes, matrix.shape[1 - int(op.swaps)])
+    individuals: Sequence[tuple[str, str]] = ()
     if gcta is not None and not dry_run:
-        individuals = _individuals(x, axis, matrix.shape[int(op.swaps)])
+        individuals = _individuals(named, matrix.shape[int(op.swaps)])
         if not (request.durability.resume or request.durability.overwrite):
             _check_free(gcta)
     if not dry_run:
@@ -189,10 +190,10 @@ def _bytes_stored(request: Request, individuals: int, *, counts: bool) -> int:
     return (1 + counts) * 4 * elements
 
 
-def _chosen(x: Any, axis: int, chromosomes: Chromosomes | None, extent: int) -> Array:
+def _chosen(x: Any, named: Genotypes | None, chromosomes: Chromosomes | None, extent: int) -> Array:
     """Return whether each variant is on one of the chromosomes."""
-    if files := _bed_files(x, axis):
-        return on_chromosomes(files, chromosomes)
+    if named is not None:
+        return on_chromosomes(named.chromosomes(), stores.leaves(x), chromosomes)
     if chromosomes not in (None, ALL):
         raise InputError(
             f"chromosomes = {chromosomes!r}: chromosomes are named in the .bim file of a .bed file with "
@@ -263,18 +264,11 @@ def _standardizing(found: Stats, method: str, chosen: Array) -> tuple[dict[str, 
     return change | {"scale": scale * np.sqrt(np.where(used, variance, 1))}, float(count), used
 
 
-def _individuals(x: Any, axis: int, count: int) -> list[tuple[str, str]]:
+def _individuals(named: Genotypes | None, count: int) -> Sequence[tuple[str, str]]:
     """Return the IDs of the individuals for a .grm.id file: those of a .bed file, else numbers from 1."""
-    if files := _bed_files(x, axis):
-        return individuals_of(files[0])
+    if named is not None:
+        return named.individuals()
     return [(str(number), str(number)) for number in range(1, count + 1)]
-
-
-def _bed_files(x: Any, axis: int) -> list[Path]:
-    """Return the .bed files of which X consists, with individuals as rows; none if it has other parts."""
-    found = stores.leaves(x)
-    fits = axis == 0 and all(isinstance(leaf, str) and is_bed(leaf) for leaf in found)
-    return [Path(leaf) for leaf in found] if fits else []
 
 
 def _check_free(path: Path) -> None:

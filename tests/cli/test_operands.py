@@ -108,3 +108,19 @@ def test_genotypes_of_all_chromosomes_are_joined(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     expected, _ = reference(np.concatenate(parts, axis=1), "vanraden")
     np.testing.assert_allclose(np.load("c.npy"), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_files_name_the_rows_and_columns_that_are_kept() -> None:
+    flat = X.reshape(6, 12)
+    np.save("x.npy", flat)
+    np.save("flags.npy", np.arange(12) % 3 > 0)
+    Path("rows.txt").write_text("4\n0\n5\n")
+    part = flat[[4, 0, 5]][:, np.arange(12) % 3 > 0]
+    kept = ("--keep-rows", "rows.txt", "--keep-cols", "flags.npy")
+    check(run("gram", "x.npy", "c.npy", *kept, *HOST), "c.npy", part @ part.T)
+    np.save("b.npy", np.ones((8, 2)))
+    kept = ("--a-keep-rows", "rows.txt", "--a-keep-cols", "flags.npy")
+    check(run("run", "x.npy", "b.npy", "d.npy", *kept, *HOST), "d.npy", part @ np.ones((8, 2)))
+    done = run("gram", "x.npy", "e.npy", "--keep-rows", "flags.npy", *HOST)
+    assert (done.code, "rows has 12 elements, and X has 6 rows" in done.err) == (2, True)
+    assert not Path("e.npy").exists()

@@ -88,7 +88,7 @@ def test_counted_genotypes_give_the_statistics_of_elements(
         path.write_bytes(content)
     matrix = genetics.open_bed("X", path)
     with patch.object(counting, "_SLAB", slab), patch.object(streaming, "BATCH_BYTES", 16):
-        counts = counting.genotype_counts(matrix, 1 << 20)
+        counts = counting.genotype_counts(matrix.packed(), matrix.shape[1 - matrix.variant_axis], 1 << 20)
         found = oocgemm.stats(path, missing=-1)
     np.testing.assert_array_equal(counts, np.stack([(x == value).sum(0) for value in (0, 1, 2, -1)], 1))
     expected = oocgemm.stats(x, missing=-1)

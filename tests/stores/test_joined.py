@@ -181,8 +181,10 @@ def test_genotypes_are_joined_along_variants(tmp_path: Path) -> None:
     matrix = open_matrix("X", joined)
     assert isinstance(matrix, Genotypes)
     np.testing.assert_array_equal(whole(matrix), x)
+    packed = matrix.packed()
+    assert packed is not None
     np.testing.assert_array_equal(
-        whole(matrix.packed()),
+        whole(packed),
         np.concatenate([whole(open_matrix("X", p).packed()) for p in paths]),  # type: ignore[attr-defined]
     )
     expected, left_out = reference(x, "gcta")

@@ -153,6 +153,13 @@ def _stored(cell: Cell, folder: Path, name: str, array: Array, stack: ExitStack)
         for number, part in enumerate((array[:7], array[7:])):
             zarr.create_array(folder / f"{name}{number}.zarr", data=part, chunks=(8, 8))
         return oocgemm.concat([str(folder / f"{name}{number}.zarr") for number in range(2)])
+    if cell.operand == "kept":
+        spread = np.ones((2 * len(array), array.shape[1] + 3))
+        spread[1::2, 3:] = array
+        zarr.create_array(folder / f"{name}.zarr", data=spread, chunks=(8, 8))
+        return oocgemm.keep(
+            str(folder / f"{name}.zarr"), np.arange(len(spread)) % 2 > 0, np.arange(3, spread.shape[1])
+        )
     if cell.operand == "sparse":
         return str(stored(folder, f"{name}.h5ad", array, "csr"))
     options: Any = {} if cell.operand == "compressed" else {"compressors": None}
