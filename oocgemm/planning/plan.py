@@ -392,16 +392,15 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
         whole = dealt(candidate.ends, None)
         ends = frozenset(whole[(len(whole) - 1) // candidate.ends * candidate.ends :])
     given = candidate.slots, encoded, end
+    more: dict[str, Any] = {"ends": ends, "alternates": traversal.alternates}
     if setting.devices == 1:
-        return Schedule(problem, grid, order, *given, ends=ends)
+        return Schedule(problem, grid, order, *given, **more)
     if problem.keeps_rows:
         each = tuple(rows_dealt(setting.devices, only))
         tiles_of_all = [tile for own in each for tile in own]
-        return SharedSchedule(
-            problem, grid, tiles_of_all, *given, ends=ends, devices=setting.devices, each=each
-        )
+        return SharedSchedule(problem, grid, tiles_of_all, *given, **more, devices=setting.devices, each=each)
     shared = dealt(setting.devices, only)
-    return SharedSchedule(problem, grid, shared, *given, ends=ends, devices=setting.devices)
+    return SharedSchedule(problem, grid, shared, *given, **more, devices=setting.devices)
 
 
 def _falls_short(other: Prediction, best: Prediction) -> str:

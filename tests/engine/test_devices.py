@@ -15,8 +15,9 @@ import oocgemm
 from oocgemm import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.backends.base import slot_offsets
 from oocgemm.cli.process import EXIT_USAGE
-from oocgemm.planning import Kind, Plan, Tier
+from oocgemm.planning import Kind, Plan, Tier, TileShape
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
+from oocgemm.planning.search import shared_plans
 from oocgemm.stores import arrays
 from tests.support.backends_here import needs_gpu, running_on
 from tests.support.command import command, run
@@ -145,6 +146,19 @@ def test_panels_are_copied_between_devices_that_cannot_access_each_other(
     assert gpus.peers == {(0, 2), (2, 0)}
     assert any(span.stream == "peer" for span in several.timeline.spans)
     np.testing.assert_array_equal(np.asarray(several), one)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_devices_with_one_tile_each_pass_panels_on(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_plans, "_shapes", lambda setting: [TileShape(65, 110, 10)])
+    with fake_cuda(seed, devices=3) as gpus:
+        result = product(tmp_path, devices="0,1", tile=None)
+        assert (result.plan.grid.shape, result.plan.candidate.traversal.alternates) == ((2, 1), False)
+        assert reads(result) == A.nbytes + B.nbytes
+        np.testing.assert_allclose(np.asarray(result), A @ B, rtol=1e-12, atol=1e-12)
+        gpus.check()
 
 
 @each_value

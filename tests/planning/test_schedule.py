@@ -56,7 +56,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         strip=draw(st.integers(1, 5)),
     )
     last = draw(st.sampled_from([None, walk(traversal, *grid.shape)[-1]]))
-    return Schedule(p, grid, tiles, slots, last=last)
+    return Schedule(p, grid, tiles, slots, last=last, alternates=draw(st.booleans()))
 
 
 def operands(schedule: Schedule, seed: int) -> tuple[Any, Any, Any]:

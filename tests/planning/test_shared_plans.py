@@ -60,6 +60,43 @@ def test_predictions_for_several_gpus_agree_with_simulated_schedules(n: int, gpu
     assert plan.prediction.total == pytest.approx(simulate(plan.schedule(), plan.setting), rel=error)
 
 
+def thin(gpus: int) -> Setting:
+    """Return the setting of a product with a long k, of pinned arrays in host memory."""
+    problem = product_of(4000, 4000, 400_000, "float32", "float32", "float32", "float32")
+    layout = InMemory(itemsize=4, pinned=True, zero_copy_width=1)
+    given = Budgets(DEVICE, HOST * gpus), gpus
+    return Setting(problem, default_model("cuda", 16 * gpus, True), Layouts(layout, layout, layout), *given)
+
+
+def test_gpus_with_one_tile_each_pass_panels_on() -> None:
+    plan, setting = plan_for(thin(2)), thin(2)
+    assert (plan.rounds, plan.candidate.traversal.alternates) == (1, False)
+    once = setting.problem.depth * (setting.problem.m + setting.problem.n) * 4
+    assert plan.loads.a_read + plan.loads.b_read == once < plan.loads.a_up + plan.loads.b_up
+    one = simulate(plan_for(thin(1)).schedule(), thin(1))
+    assert one >= 1.85 * simulate(plan.schedule(), setting)
+
+
+def test_a_run_that_is_resumed_on_one_gpu_sums_in_the_same_order() -> None:
+    plan = plan_for(thin(2))
+    for tile in plan.tiles:
+        multiplies = [
+            [(op.step, op.m) for op in which.schedule() if (op.kind, op.tile) == (Kind.MULTIPLY, tile)]
+            for which in (plan, replace(plan, devices=1))
+        ]
+        assert multiplies[0] == multiplies[1]
+        assert multiplies[0][0][0] == 0
+
+
+def test_a_tile_that_is_given_has_the_order_of_steps_of_one_gpu() -> None:
+    """Otherwise, the bits of C would depend on the number of GPUs."""
+    setting, tile = thin(2), plan_for(thin(2)).tile
+    given = setting.problem, setting.budgets, setting.machine, setting.layouts, tile
+    plans = make_plan(*given), shared_plan(*given, 2)
+    assert {plan.candidate.traversal.alternates for plan in plans} == {True}
+    assert plans[0].slots.last_steps == plans[1].slots.last_steps
+
+
 @each_value
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(("gpus", "least"), [(2, 1.9), (4, 3.7), (8, 7.0)])

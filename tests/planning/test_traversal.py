@@ -72,13 +72,15 @@ def test_replacement_never_evicts_what_the_latest_step_uses(keys: list[int], cou
         latest = slot
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.randoms())
-def test_next_use_is_the_first_later_one(rows: int, cols: int, steps: int, random: Any) -> None:
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.randoms())
+def test_next_use_is_the_first_later_one(
+    rows: int, cols: int, steps: int, alternates: bool, random: Any
+) -> None:
     tiles = list(walk(Traversal(), rows, cols))
     random.shuffle(tiles)
     assume(tiles)
-    next_use = NextUse(tiles, steps, (0,)), NextUse(tiles, steps, (1,))
-    order = [(t, step) for t in tiles for step in step_order(t, steps)]
+    next_use = [NextUse(tiles, steps, (axis,), alternates=alternates) for axis in (0, 1)]
+    order = [(t, step) for t in tiles for step in step_order(t, steps, alternates)]
     for position, tile in enumerate(tiles):
         for axis, step in itertools.product((0, 1), range(steps)):
             start = (position + 1) * steps

@@ -268,14 +268,14 @@ class SharedSchedule(Schedule):
 
     def _of_device(self, device: int) -> Schedule:
         tiles = self._tiles_of(device)
-        given = self.slots, self.coded, self.last, device, self.ends
+        given = self.slots, self.coded, self.last, device, self.ends, self.alternates
         return Schedule(self.problem, self.grid, tiles, *given)
 
     def _placings(self) -> Iterator[Placing]:
         """Yield the `Placing` of each device. The devices share the host slots."""
         slots, steps = self.slots, self.grid.steps
         pools, in_rounds = pools_of(slots), self._in_rounds()
-        uses = [NextUse(in_rounds, steps, axes, self.devices) for axes, _, _ in pools]
+        uses = [NextUse(in_rounds, steps, axes, self.devices, self.alternates) for axes, _, _ in pools]
         caches = [host_cache(count, steps) for _, _, count in pools]
         everywhere = list[list[Panels]]()
         for device in range(self.devices):
@@ -284,12 +284,14 @@ class SharedSchedule(Schedule):
                 # A copy per device, because a `NextUse` remembers its latest result.
                 host_uses = None if cache is None else partial(self._use, copy(use), device)
                 tiles = self._tiles_of(device)
-                panels.append(Panels(tiles, steps, axes, count, cache, host_uses, leads=device == 0))
+                given = tiles, steps, axes, count, cache, host_uses
+                panels.append(Panels(*given, leads=device == 0, alternates=self.alternates))
             everywhere.append(panels)
         self._connect(everywhere)
         last = self.last or (self.tiles[-1] if self.tiles else None)
         for device, panels in enumerate(everywhere):
-            yield Placing(self._tiles_of(device), steps, slots, last, panels, self.ends)
+            tiles = self._tiles_of(device)
+            yield Placing(tiles, steps, slots, last, panels, self.ends, self.alternates)
 
     def _use(self, uses: NextUse, device: int, line: int, step: int, position: int) -> int:
         """Return the number of the next use of a panel by any device, after a position of one device."""

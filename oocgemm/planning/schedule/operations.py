@@ -89,6 +89,7 @@ class Schedule:
     `coded` are the operands ("A", "B", "C") whose chunks are decoded or encoded. `last` is the tile that a
     run over all of C would compute last, even if this run does not compute it. If such a run has several
     devices, it would compute the tiles `ends` last instead. `device` is the device that computes the tiles.
+    `alternates` is that of the traversal.
     """
 
     problem: GemmProblem
@@ -99,6 +100,7 @@ class Schedule:
     last: Tile | None = None
     device: int = 0
     ends: frozenset[Tile] = frozenset()
+    alternates: bool = True
 
     def __iter__(self) -> Iterator[Operation]:
         for _, operations in self.batches(self._placing()):
@@ -258,7 +260,8 @@ class Schedule:
         return sum(map(self.grid.written, self.tiles)) if self.grid.cover.mirrored else self.elements
 
     def _placing(self) -> Placing:
-        return Placing(self.tiles, self.grid.steps, self.slots, self.last, ends=self.ends)
+        given = self.tiles, self.grid.steps, self.slots, self.last
+        return Placing(*given, ends=self.ends, alternates=self.alternates)
 
     def operation(
         self,

@@ -269,7 +269,7 @@ class Panels:
     any device, and only the first device `leads`: it ends groups of steps for all.
 
     `peers` are the numbers and the panels of the devices from which panels may be copied, the preferred one
-    first.
+    first. `alternates` is that of the traversal.
     """
 
     def __init__(
@@ -282,13 +282,14 @@ class Panels:
         host_uses: Uses | None = None,
         *,
         leads: bool = True,
+        alternates: bool = True,
     ) -> None:
         self.peers: Sequence[tuple[int, Panels]] = ()
-        self._tiles = tiles
+        self._tiles, self._alternates = tiles, alternates
         self._steps = steps
         self._axes = axes
         self._known = -1, 0  # the latest position passed to `line`, and its tile row (or column)
-        self._next_use = NextUse(tiles, steps, axes)
+        self._next_use = NextUse(tiles, steps, axes, alternates=alternates)
         self._tiers = [SlotCache(device), *([] if host is None else [host])]
         self._host, self._host_uses, self._leads = host, host_uses, leads
         self.slots = device + (0 if host is None else host.count)
@@ -354,7 +355,8 @@ class Panels:
         """
         row = self.line(position)
         later = self._next_use.tile(row, position)
-        directions = [t is not None and forwards(self._tiles[t]) for t in (position, later)]
+        both = position, later
+        directions = [t is not None and forwards(self._tiles[t], self._alternates) for t in both]
         first = NEVER if later is None else later * self._steps
         sooner = [sum(use < first for use, _ in cache.live()) for cache in self._tiers]
         return self.contents(position), *directions, later is None, *sooner
@@ -399,8 +401,9 @@ class Placing:
     Each operand has a pool of slots. If one operand has both roles, so does its pool: a panel that is cached
     for one role is also cached for the other.
 
-    The order of a tile's steps, and which of them run strip by strip, depend only on the tile's coordinates.
-    Both affect rounding. A resumed run therefore computes the same bits as an uninterrupted run.
+    The order of a tile's steps, and which of them run strip by strip, depend only on the tile's coordinates
+    and on `alternates` of the traversal. Both affect rounding. A resumed run therefore computes the same bits
+    as an uninterrupted run.
     """
 
     def __init__(
@@ -411,14 +414,15 @@ class Placing:
         last: Tile | None = None,
         panels: Sequence[Panels] = (),
         ends: frozenset[Tile] = frozenset(),
+        alternates: bool = True,
     ) -> None:
-        self._tiles = tiles
+        self._tiles, self._alternates = tiles, alternates
         self._ends: Collection[Tile] = ends or ([last] if last is not None else list(tiles[-1:]))
         self._steps = steps
         self._turn_steps, self._last_steps = slots.turn_steps, slots.last_steps
         self._work, self._max_work = 0, inf
         pools = panels or [
-            Panels(tiles, steps, axes, device, host_cache(host, steps))
+            Panels(tiles, steps, axes, device, host_cache(host, steps), alternates=alternates)
             for axes, device, host in pools_of(slots)
         ]
         self._a, self._b = pools[0], pools[-1]
@@ -560,7 +564,7 @@ class Placing:
         tile = self._tiles[position]
         head = 0 if tile == (0, 0) else self._turn_steps
         tail = self._last_steps if tile in self._ends else self._turn_steps
-        return step_groups(step_order(tile, self._steps), head, tail)
+        return step_groups(step_order(tile, self._steps, self._alternates), head, tail)
 
 
 # Maximum number of tiles of a square cover that are examined. They are taken from the middle of a longer

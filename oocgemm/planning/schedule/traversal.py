@@ -2,8 +2,8 @@
 
 By default, every other row of tiles is visited in the opposite direction, and every other tile goes through
 its steps along k backwards. Thus a tile starts with the panels that the tile before it used last. The
-direction of k depends only on the coordinates of the tile, never on its position in the sequence. Therefore a
-run over any subset of the tiles sums every element in the same order.
+direction of k depends only on the traversal and the coordinates of the tile, never on its position in the
+sequence. Therefore a run over any subset of the tiles sums every element in the same order.
 """
 
 from array import array
@@ -32,11 +32,15 @@ class Traversal:
 
     With `turns`, every other band is visited in the opposite direction. Otherwise, every band starts at the
     same side. The run may then end with a smaller tile, so that less of C remains to be written at the end.
+
+    With `alternates`, every other tile goes through its steps along k backwards. Otherwise, all tiles go
+    forwards. If several devices have one tile each, they then use a panel that they share at the same time.
     """
 
     axis: int = 0
     band: int = 1
     turns: bool = True
+    alternates: bool = True
 
     @property
     def ascends(self) -> bool:
@@ -48,12 +52,13 @@ class Traversal:
             how = "row by row" if self.axis == 0 else "column by column"
         else:
             how = f"bands of {self.band} {'rows' if self.axis == 0 else 'columns'}"
-        return how if self.turns else f"{how}, all in one direction"
+        how = how if self.turns else f"{how}, all in one direction"
+        return how if self.alternates else f"{how}, k forwards"
 
     @property
     def along_rows(self) -> "Traversal":
         """The same traversal in bands of rows. It visits (j, i) wherever one with axis 1 visits (i, j)."""
-        return Traversal(0, self.band, self.turns)
+        return Traversal(0, self.band, self.turns, self.alternates)
 
 
 ROW_BY_ROW = Traversal()
@@ -189,18 +194,18 @@ def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
     return row, 0 if backwards else tile_cols - 1
 
 
-def forwards(tile: Tile) -> bool:
-    """Tell whether a tile goes through its steps along k forwards."""
-    return sum(tile) % 2 == 0
+def forwards(tile: Tile, alternates: bool = True) -> bool:
+    """Tell whether a tile goes through its steps along k forwards. `alternates` is that of its traversal."""
+    return not alternates or sum(tile) % 2 == 0
 
 
-def step_order(tile: Tile, steps: int) -> range:
+def step_order(tile: Tile, steps: int, alternates: bool = True) -> range:
     """Return the steps of a tile in order.
 
     >>> list(step_order((0, 0), 3)), list(step_order((0, 1), 3))
     ([0, 1, 2], [2, 1, 0])
     """
-    return range(steps) if forwards(tile) else range(steps - 1, -1, -1)
+    return range(steps) if forwards(tile, alternates) else range(steps - 1, -1, -1)
 
 
 class NextUse:
@@ -211,11 +216,18 @@ class NextUse:
 
     Uses are numbered by steps: step s of the tile at position p has the number p * steps + s, counted in the
     order in which the steps run. If several devices compute `at_once` successive tiles at the same time, the
-    number is p // at_once * steps + s.
+    number is p // at_once * steps + s. `alternates` is that of the traversal.
     """
 
-    def __init__(self, tiles: Sequence[Tile], steps: int, axes: tuple[int, ...], at_once: int = 1) -> None:
-        self._tiles = tiles
+    def __init__(
+        self,
+        tiles: Sequence[Tile],
+        steps: int,
+        axes: tuple[int, ...],
+        at_once: int = 1,
+        alternates: bool = True,
+    ) -> None:
+        self._tiles, self._alternates = tiles, alternates
         self._at_once = at_once
         self._steps = steps
         self._axes = axes
@@ -230,7 +242,8 @@ class NextUse:
         """Return the next position after `position` whose tile uses the panels of `line`, or None."""
         if self._known[0] != line or self._known[1] != position:
             later = self._next(line, position)
-            self._known = line, position, later, later is not None and forwards(self._tiles[later])
+            ahead = later is not None and forwards(self._tiles[later], self._alternates)
+            self._known = line, position, later, ahead
         return self._known[2]
 
     def _next(self, line: int, position: int) -> int | None:

@@ -131,7 +131,7 @@ def _plans(setting: Setting, tile: TileShape | None) -> list[Plan]:
     )
     for shape in shapes:
         try:
-            found.append(_planned(setting, shape))
+            found.append(_planned(setting, shape, chosen=tile is None))
         except BudgetError as error:
             refused = error
         if len(found) == PLANNED:
@@ -220,8 +220,11 @@ def _plan(setting: Setting, candidate: Candidate) -> Plan:
     return Plan(*given, devices=setting.devices)
 
 
-def _planned(setting: Setting, tile: TileShape) -> Plan:
+def _planned(setting: Setting, tile: TileShape, *, chosen: bool) -> Plan:
     """Return the plan for a tile shape, with the slots that suit the share of one device.
+
+    If the tile shape is `chosen` here, and each device has one tile at most, all tiles go through k forwards,
+    so that devices pass panels on. If the caller has given it, the bits of C must be those of one device.
 
     Raises `BudgetError` if no such plan fits. The message names budgets that may suffice.
     """
@@ -235,6 +238,8 @@ def _planned(setting: Setting, tile: TileShape) -> Plan:
     for part in (*(x for x in HOST_PARTS if x > 1 / devices), 1 / devices):
         alone = _alone(setting, own, arranged, part, tile, LONG).candidate
         candidate = _widened(alone, devices, arranged, grid)
+        if chosen and not (grid.cover.square or setting.works_apart):
+            candidate = _passing(setting, candidate, arranged, grid)
         used = footprint(setting, candidate)
         if used.host_total <= setting.budgets.host:
             return _plan(setting, candidate)
@@ -281,6 +286,24 @@ def _widened(alone: Candidate, devices: int, arranged: tuple[int, int], grid: Ti
     )
     order = replace(order, band=order.band * arranged[order.axis])
     return replace(alone, slots=replace(slots, host_a=host_a, host_b=host_b), traversal=order, ends=devices)
+
+
+def _passing(setting: Setting, candidate: Candidate, arranged: tuple[int, int], grid: TileGrid) -> Candidate:
+    """Return the candidate with which the devices wait least for panels that they copy from each other.
+
+    If each device has one tile at most, all tiles go through k forwards, so that devices use a panel in the
+    same step. A device keeps a panel until the others have copied it. So that the next panels arrive
+    meanwhile, there is one slot more than a tile row or column has devices, if memory suffices.
+    """
+    slots, order = candidate.slots, candidate.traversal
+    if 1 < grid.count <= setting.devices:
+        order = replace(order, alternates=False)
+    least = max(arranged) + 1
+    a = max(slots.a, least) if slots.streams("A") else slots.a
+    b = max(slots.b, least) if slots.streams("B") else slots.b
+    more = replace(candidate, slots=replace(slots, a=a, b=b), traversal=order)
+    fits = footprint(setting, more).device_total <= setting.budgets.device
+    return more if fits else replace(candidate, traversal=order)
 
 
 def _sufficing(setting: Setting, error: BudgetError, tile: TileShape | None) -> BudgetError:
