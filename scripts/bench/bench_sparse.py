@@ -1,20 +1,24 @@
 """Measure products of sparse matrices: on the host beside scipy, on a GPU principal components.
 
     python scripts/bench/bench_sparse.py host --rows 20000 --columns 1000
-    python scripts/bench/bench_sparse.py pca --rows 300000 --columns 5000 --device-memory 8GiB
+    python scripts/bench/bench_sparse.py pca --rows 1300000 --columns 5000 --device-memory 8GiB
 
 `host` computes X^T X of a CSR matrix by `gram` and by scipy's ``X.T @ X``, by turns, in one process. X is in
 memory, and in a h5ad file that the page cache has. The results are compared: elements are small integers, so
-that they are equal. `pca` writes a CSR matrix to zarr as AnnData does, raw and compressed, and finds its
-components three times.
+that they are equal. `pca` writes a CSR matrix of counts to zarr as AnnData does, and finds its components
+three times. Counts follow factors whose variances decay, with noise. Some singular values are compared with
+the norms of X v, computed by NumPy in float64 for the components v that were found.
 """
 
+import cProfile
+import os
+import pstats
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -58,6 +62,59 @@ def banded(rows: int, columns: int, density: float, seed: int = 0) -> dict[str, 
     signal = rng.integers(0, 4, rows, np.int32)[:, None] == (np.arange(count) % 7)
     data = (1 + rng.integers(0, 3, indices.shape, np.int8) + 3 * signal).astype(np.float32)
     return {"data": data.ravel(), "indices": indices.ravel(), "indptr": np.arange(rows + 1) * count}
+
+
+# Rows that are made, written and checked at a time.
+ROWS = 8192
+
+
+class Cells:
+    """A CSR matrix of counts in a zarr store: cells that follow factors whose variances decay, with noise.
+
+    Each row has an entry in each of equal bands of columns, at a random place.
+    """
+
+    def __init__(self, path: Path, rows: int, columns: int, density: float, factors: int) -> None:
+        self.shape, self.count = (rows, columns), max(1, round(density * columns))
+        self._width, self._seed = columns // self.count, 7
+        rng = np.random.default_rng(self._seed)
+        self._loadings = rng.standard_normal((factors, columns), np.float32)
+        self._loadings *= np.geomspace(1, 0.3, factors, dtype=np.float32)[:, None]
+        attributes = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": [rows, columns]}
+        group = zarr.create_group(path, overwrite=True).create_group("X", attributes=attributes)
+        made: dict[str, Any] = {"shape": rows * self.count, "chunks": ROWS * self.count, "compressors": None}
+        self._data = group.create_array("data", dtype="f4", **made)
+        self._indices = group.create_array("indices", dtype="i4", **made)
+        group.create_array("indptr", data=np.arange(rows + 1) * self.count)
+        self.address = f"{path}/X"
+        self._each(self._make)
+
+    def _each(self, act: Callable[[int, int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
+            starts = range(0, self.shape[0], ROWS)
+            return list(pool.map(lambda top: act(top, min(top + ROWS, self.shape[0])), starts))
+
+    def _make(self, top: int, end: int) -> None:
+        rng, shape = np.random.default_rng((self._seed, top)), (end - top, self.count)
+        places = np.arange(self.count, dtype=np.int32) * self._width + rng.integers(
+            0, self._width, shape, np.int8
+        )
+        rates = rng.standard_normal((end - top, len(self._loadings)), np.float32) @ self._loadings
+        counts = 6 + np.take_along_axis(rates, places, 1) + rng.random(shape, np.float32)
+        part = slice(top * self.count, end * self.count)
+        self._data[part] = np.floor(np.maximum(counts, 1)).ravel()
+        self._indices[part] = places.astype(np.int32).ravel()
+
+    def norms(self, vectors: Array, means: Array) -> Array:
+        """Return the norms of the products of X, with its columns centered, and vectors, in float64."""
+
+        def squares(top: int, end: int) -> Array:
+            part = slice(top * self.count, end * self.count)
+            data, places = (np.asarray(x[part]).reshape(-1, self.count) for x in (self._data, self._indices))
+            products = [np.einsum("ij,ij->i", data, v[places]) - means @ v for v in vectors]
+            return np.array([np.einsum("i,i", x, x) for x in products])
+
+        return np.sqrt(np.sum(self._each(squares), axis=0))
 
 
 def write(path: Path, shape: tuple[int, int], parts: dict[str, Array], *, compressed: bool = False) -> str:
@@ -140,13 +197,15 @@ def host(
 
 
 @main.command()
-@click.option("--rows", default=300_000, show_default=True)
+@click.option("--rows", default=1_300_000, show_default=True)
 @click.option("--columns", default=5000, show_default=True)
 @click.option("--density", default=0.05, show_default=True)
 @click.option("--components", default=100, show_default=True)
+@click.option("--method", default="auto", show_default=True)
 @click.option("--backend", default="cuda", show_default=True)
 @click.option("--device-memory", default="8GiB", show_default=True)
 @click.option("--host-memory")
+@click.option("--profile", is_flag=True, help="Print a profile of one more call.")
 @work
 @output
 def pca(
@@ -154,36 +213,49 @@ def pca(
     columns: int,
     density: float,
     components: int,
+    method: str,
     backend: str,
     device_memory: str,
     host_memory: str | None,
+    profile: bool,
     work: Path | None,
     output: Path | None,
 ) -> None:
-    """Find principal components of a CSR matrix in a zarr store, twice."""
+    """Find principal components of a CSR matrix in a zarr store, three times."""
     options: dict[str, Any] = {"backend": backend, "host_memory": host_memory}
     options |= {"device_memory": device_memory} if backend == "cuda" else {}
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        took, parts = timed(lambda: banded(rows, columns, density))
-        print(f"generated {parts['data'].nbytes / 1e9:.2f} GB of values in {took:.1f} s", flush=True)
-        shape = rows, columns
         check(Path(folder), columns, density, options)
-        for compressed in (False, True):
-            kind = "compressed" if compressed else "raw"
-            path = write(Path(folder) / f"{kind}.zarr", shape, parts, compressed=compressed)
-            seconds, last = [], SimpleNamespace()
-            for _ in range(3):
-                took, last = timed(lambda path=path: oocgemm.pca(path, components, **options))
-                seconds.append(took)
-                print(kind, f"{took:.2f} s", flush=True)
-            values = [float(value) for value in last.singular_values[:5]]
-            print(kind, "singular values", values, flush=True)
-            product = oocgemm.gram(path, axis=1, **options)
-            print(kind, f"gram on {product.plan.decoded or 'the host'}", flush=True)
-            print(f"{product.report.wall:.2f} s", product.report.exposed, product.report.lanes, flush=True)
-            result = {"seconds": seconds, "density": density, "components": components, "values": values}
-            result["gram_seconds"] = product.report.wall
-            keep(output or RESULTS, f"{backend} pca {rows}x{columns} {kind}", result)
+        took, x = timed(lambda: Cells(Path(folder) / "cells.zarr", rows, columns, density, components))
+        print(f"made {rows * x.count:,} entries in {took:.1f} s", flush=True)
+
+        def call() -> Any:
+            return oocgemm.pca(x.address, components, method=method, **options)
+
+        print(oocgemm.pca(x.address, components, method=method, dry_run=True, **options), flush=True)
+        seconds = list[float]()
+        for _ in range(3):
+            took, found = timed(call)
+            seconds.append(took)
+            print(f"{took:.2f} s, {found.passes} passes", flush=True)
+        some = [0, components // 2, components - 1]
+        norms = x.norms(found.components[some].astype(np.float64), found.mean)
+        values = found.singular_values
+        errors = abs(norms - values[some]) / values[0]
+        print(
+            f"errors relative to s_1: {errors}; s: {values[some]}; converged: {found.converged}", flush=True
+        )
+        product = oocgemm.gram(x.address, axis=1, transform=oocgemm.Transform(center="k"), **options)
+        print(f"gram: {product.report.wall:.2f} s, decoded: {product.plan.decoded or 'by the host'}")
+        print(product.report.exposed, product.report.lanes, flush=True)
+        if profile:
+            with cProfile.Profile() as kept:
+                call()
+            pstats.Stats(kept).sort_stats("cumulative").print_stats("oocgemm|numpy", 45)
+        result = {"seconds": seconds, "density": density, "components": components, "passes": found.passes}
+        result |= {"errors": errors.tolist(), "values": values[some].tolist()}
+        result["gram_seconds"] = product.report.wall
+        keep(output or RESULTS, f"{backend} pca {rows}x{columns}", result)
 
 
 if __name__ == "__main__":
