@@ -30,6 +30,13 @@ struct ooc_entries {
  * line, else 0. */
 int ooc_make_dense(const struct ooc_entries *entries, char *to, ptrdiff_t pitch);
 
+/* Computes moments of `extent` groups of elements. Element i is in the group groups[i], an integer of `index_bytes`
+ * bytes, 4 or 8. For each group, it adds to its number of elements, their sum, and the sum of squares of their
+ * differences from the mean, all of which are 0 before, and finds extremes, which are infinite before. Returns 1 if a
+ * group is no number below `extent`, else 0. */
+int ooc_moments(int index_bytes, int64_t count, int64_t extent, const void *groups, const double *x, int64_t *counts,
+                double *totals, double *squares, double *low, double *high);
+
 /* A part of a block that one thread copies at a time: `rows` rows from number `row` on, of which `size` bytes
  * each, from byte `at` on. If `rows` is 1, the bytes may go on in the rows behind. */
 struct ooc_piece {

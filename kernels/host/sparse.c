@@ -1,4 +1,4 @@
-/* Makes lines of sparse matrices dense. */
+/* Makes lines of sparse matrices dense, and computes moments of their entries. */
 
 #include <stdint.h>
 #include <string.h>
@@ -54,4 +54,33 @@ int ooc_make_dense(const struct ooc_entries *x, char *to, ptrdiff_t pitch) {
       return 1;
   }
   return 0;
+}
+
+/* Defines `ooc_moments` for one type of groups. */
+#define MOMENTS(NAME, INDEX)                                                                                          \
+  static int NAME(int64_t count, int64_t extent, const INDEX *groups, const double *x, int64_t *counts,              \
+                  double *totals, double *squares, double *low, double *high) {                                       \
+    for (int64_t i = 0; i < count; ++i) {                                                                             \
+      uint64_t group = (uint64_t)(int64_t)groups[i];                                                                  \
+      if (group >= (uint64_t)extent)                                                                                  \
+        return 1;                                                                                                     \
+      counts[group] += 1;                                                                                             \
+      totals[group] += x[i];                                                                                          \
+      /* A NaN stays. */                                                                                              \
+      low[group] = low[group] <= x[i] || low[group] != low[group] ? low[group] : x[i];                                \
+      high[group] = high[group] >= x[i] || high[group] != high[group] ? high[group] : x[i];                           \
+    }                                                                                                                 \
+    for (int64_t i = 0; i < count; ++i) {                                                                             \
+      double apart = x[i] - totals[groups[i]] / (double)counts[groups[i]];                                            \
+      squares[groups[i]] += apart * apart;                                                                            \
+    }                                                                                                                 \
+    return 0;                                                                                                         \
+  }
+MOMENTS(moments_32, int32_t)
+MOMENTS(moments_64, int64_t)
+
+int ooc_moments(int index_bytes, int64_t count, int64_t extent, const void *groups, const double *x, int64_t *counts,
+                double *totals, double *squares, double *low, double *high) {
+  return index_bytes == 4 ? moments_32(count, extent, groups, x, counts, totals, squares, low, high)
+                          : moments_64(count, extent, groups, x, counts, totals, squares, low, high);
 }

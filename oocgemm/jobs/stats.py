@@ -54,7 +54,7 @@ from oocgemm.jobs.steps import (
     marks_equal,
     vector_of,
 )
-from oocgemm.jobs.streaming import SCRATCH, Moments, moments, reduced
+from oocgemm.jobs.streaming import SCRATCH, Moments, entry_moments, moments, reduced
 from oocgemm.planning import Budgets, GemmProblem, Op
 from oocgemm.planning.elements import MAX_STEPS, ElementStep, missing_code
 from oocgemm.planning.tiling import Range
@@ -310,7 +310,9 @@ def stats_of(
     if found is None:
         logger.info("reading %s for statistics of its %s", matrix.name, ("columns", "rows")[axis])
         wanted = extremes or place is not None
-        found = None if sweep is None else sweep(matrix, axis, code, transform.log1p)
+        listed = entry_moments(matrix, axis, code, transform.log1p, memory)
+        found = None if listed is None else _stats(listed)
+        found = found or (None if sweep is None else sweep(matrix, axis, code, transform.log1p))
         found = found or _computed(matrix, axis, code, transform.log1p, memory, extremes=wanted)
         if place is not None:
             _save(place, found)
@@ -330,6 +332,10 @@ def _computed(
 
     for rows, cols, part in reduced(matrix, axis, memory, SCRATCH, act):
         found.add(slice(*(cols if axis == 0 else rows)), part)
+    return _stats(found)
+
+
+def _stats(found: Moments) -> Stats:
     return Stats(found.count, found.missing, *found.finished())
 
 

@@ -1,8 +1,10 @@
 """Read an array once, block by block in several threads, and compute moments of its columns or rows.
 
-Results are added up in an order that never changes.
+Results are added up in an order that never changes. Of a sparse matrix, only the entries are read. The
+moments of its other elements, which are 0, are then added to those of the entries.
 """
 
+import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,9 +19,12 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, pieces
 from oocgemm.stores.arrays import in_float64, read_block, viewed
 from oocgemm.stores.base import failure
-from oocgemm.stores.transformed import SLAB, is_missing, positions
+from oocgemm.stores.capabilities import Listed, Piece
+from oocgemm.stores.transformed import SLAB, chain_of, is_missing, positions
+from oocgemm.system.installed import compiled
 
 T = TypeVar("T")
+S = TypeVar("S")
 # Maximum numbers of threads of a pass, in all and per core. With two per core, one computes while the other
 # reads from the disk.
 MAX_THREADS, THREADS_PER_CORE = 16, 2
@@ -42,6 +47,10 @@ INT8_SLAB = 1 << (21 if len(os.sched_getaffinity(0)) > 4 else 19)
 ROWS_SLAB = 1 << 19
 # Temporary bytes for a slab: about 40 per element in float64, 8 per element of int8 or of whole rows.
 SCRATCH = max(SLAB * 40, INT8_SLAB * 8, ROWS_SLAB * 8)
+# Entries of a sparse matrix that a thread reads at a time, and bytes per entry of temporary arrays.
+ENTRIES, ENTRY_BYTES = 1 << 18, 48
+# Steps that keep zeros: they multiply, or take logarithms.
+_SCALING, _KEEPS_ZEROS = ("normalize", "scale"), {"normalize", "scale", "log1p"}
 
 
 def reduced(
@@ -75,25 +84,30 @@ def reduced(
     threads = max(1, min(MAX_THREADS, THREADS_PER_CORE * cores, memory // each))
     todo = pieces((0, matrix.shape[0]), (0, matrix.shape[1]), unit, batch)
 
-    def work(rows: Range, cols: Range) -> T:
+    def work(block: tuple[Range, Range]) -> T:
+        rows, cols = block
         try:
             raw = read_block("raw", matrix, rows, cols)
         except Exception as error:  # a store may raise any exception
             raise ExecutionError(failure("reading", matrix, rows, cols, error)) from error
         return act(rows, cols, raw)
 
+    for (rows, cols), result in _in_order(todo, work, threads):
+        yield rows, cols, result
+
+
+def _in_order(todo: Iterator[S], work: Callable[[S], T], threads: int) -> Iterator[tuple[S, T]]:
+    """Yield what is in `todo`, in this order, with the results of `work`, which several threads call."""
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-stats") as pool:
-        submitted = deque[tuple[Range, Range, Future[T]]]()
+        submitted = deque[tuple[S, Future[T]]]()
 
         def submit(count: int) -> None:
-            submitted.extend(
-                (rows, cols, pool.submit(work, rows, cols)) for rows, cols in islice(todo, count)
-            )
+            submitted.extend((one, pool.submit(work, one)) for one in islice(todo, count))
 
         submit(2 * threads)
         while submitted:
-            rows, cols, result = submitted.popleft()
-            yield rows, cols, result.result()
+            one, result = submitted.popleft()
+            yield one, result.result()
             submit(1)
 
 
@@ -147,6 +161,90 @@ class Moments:
         # The mean of equal elements may be rounded, and their variance is 0 all the same.
         variance = np.where((low == high) & np.isfinite(low), 0.0, variance)
         return mean, variance, low, high
+
+
+def entry_moments(matrix: Matrix, axis: int, code: float | None, log1p: bool, memory: int) -> Moments | None:
+    """Return the moments of a sparse matrix along an axis, from its entries; None if this is not possible.
+
+    The other arguments are those of `moments` and `reduced`.
+    """
+    view = chain_of(matrix)
+    source = matrix if view is None else view.source
+    steps = () if view is None else view.steps
+    numbers = () if view is None else view.numbers
+    rounds = view is not None and view.steps and view.dtype != np.float64
+    plain = {step.kind for step in steps} <= _KEEPS_ZEROS and source.dtype.kind != "c"
+    if not isinstance(source, Listed) or numbers is None or rounds or not plain:
+        return None
+    pieces = source.entries(ENTRIES)
+    if pieces is None:
+        return None
+    each = source.layout.decode_bytes + ENTRIES * ENTRY_BYTES + 96 * source.shape[1 - axis]
+    threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)), memory // each))
+
+    def work(piece: Piece) -> Moments:
+        try:
+            rows, cols, values = piece.read()
+        except Exception as error:  # a store may raise any exception
+            raise ExecutionError(failure("reading", source, piece.rows, piece.cols, error)) from error
+        x = in_float64(values)
+        with np.errstate(all="ignore"):
+            for step, u in zip(steps, numbers, strict=True):
+                if step.kind in _SCALING:
+                    x *= np.asarray(u)[rows if step.axis == "rows" else cols]
+                else:
+                    np.log1p(x, out=x)
+            first, end = (piece.cols, piece.rows)[axis]
+            return _of_entries((cols, rows)[axis], x, (first, end), code, log1p)
+
+    found = Moments(matrix.shape[1 - axis])
+    for piece, part in _in_order(pieces, work, threads):
+        found.add(slice(*(piece.cols, piece.rows)[axis]), part)
+    zeros, rest = Moments(len(found.count)), matrix.shape[axis] - found.count - found.missing
+    if code == 0:
+        zeros.missing = rest
+    else:
+        zeros.count = rest
+        zeros.min[rest > 0] = zeros.max[rest > 0] = 0
+    found.add(slice(None), zeros)
+    return found
+
+
+def _of_entries(groups: Array, x: Array, span: Range, code: float | None, log1p: bool) -> Moments:
+    """Return the moments of groups of elements `x`, in float64, which are overwritten.
+
+    Element i is in group `groups[i]`, a number in `span`.
+    """
+    found = Moments(span[1] - span[0])
+    if groups.dtype.kind == "u" or groups.dtype.itemsize < 4:
+        groups = groups.astype(np.int64)
+    if span[0]:
+        groups = groups - span[0]
+    if code is not None and (absent := is_missing(x, code)).any():
+        found.missing = _counts(groups[absent], len(found.count))
+        groups, x = groups[~absent], x[~absent]
+    if log1p:
+        np.log1p(x, out=x)
+    library = compiled()
+    if library is not None and groups.dtype.isnative:
+        groups = np.ascontiguousarray(groups)
+        given = (groups, x, found.count, found.total, found.m2, found.min, found.max)
+        sizes = ctypes.c_int(groups.itemsize), ctypes.c_int64(len(x)), ctypes.c_int64(len(found.count))
+        wrong = library.ooc_moments(*sizes, *(ctypes.c_void_p(array.ctypes.data) for array in given))
+        assert not wrong, "an element is in no group"
+        return found
+    found.count = _counts(groups, len(found.count))
+    found.total += np.bincount(groups, x, len(found.count))
+    np.minimum.at(found.min, groups, x)
+    np.maximum.at(found.max, groups, x)
+    x -= (found.total / np.maximum(found.count, 1))[groups]
+    x *= x
+    found.m2 += np.bincount(groups, x, len(found.count))
+    return found
+
+
+def _counts(groups: Array, extent: int) -> Array:
+    return np.bincount(groups, minlength=extent)
 
 
 def moments(raw: Array, axis: int, code: float | None, log1p: bool, *, extremes: bool = True) -> Moments:

@@ -45,9 +45,9 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, _ProtocolMeta, runtime_checkable
+from typing import Any, NamedTuple, Protocol, _ProtocolMeta, runtime_checkable
 
 import numpy as np
 
@@ -174,6 +174,27 @@ class Coded(Protocol, metaclass=_Capability):
         `number` is the row and the column of the chunk in the grid of chunks. Behind these bytes, `frame` has
         room for bytes that the store adds.
         """
+
+
+class Piece(NamedTuple):
+    """Some entries (stored elements) of a sparse matrix.
+
+    - `rows`, `cols`: ranges that contain their rows and columns.
+    - `read`: returns their rows, their columns and their values, which the caller must not change. Many
+      threads call it.
+    """
+
+    rows: Range
+    cols: Range
+    read: Callable[[], tuple[Array, Array, Array]]
+
+
+@runtime_checkable
+class Listed(Protocol, metaclass=_Capability):
+    """A matrix whose stored elements can be listed. All other elements are 0."""
+
+    def entries(self, count: int) -> Iterator[Piece] | None:
+        """Yield all entries, `count` at a time; None if they cannot be listed, each place once."""
 
 
 @runtime_checkable

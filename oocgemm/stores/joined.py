@@ -18,7 +18,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Chunked, Coding, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Composite, Matrix, ReadOnly, Store, leaves, not_writable
-from oocgemm.stores.capabilities import Coded, Genotypes
+from oocgemm.stores.capabilities import Coded, Genotypes, Listed, Piece
 from oocgemm.stores.codecs import CHECKSUM_BYTES, NO_ROOM, Fetched
 from oocgemm.stores.declared import AS_STORED, NOTHING, Declared, place_of
 from oocgemm.values import dataclass
@@ -199,6 +199,15 @@ class JoinedMatrix(ReadOnly):
         for number, r, c, place in self.pieces(rows, cols):
             self.parts[number].read(r, c, out[place])
 
+    def entries(self, count: int) -> Iterator[Piece] | None:
+        """Yield the entries of all parts (`Listed`); None if those of a part cannot be listed."""
+        found = [part.entries(count) if isinstance(part, Listed) else None for part in self.parts]
+        known = [pieces for pieces in found if pieces is not None]
+        if len(known) < len(found):
+            return None
+        moved = zip(known, self._starts, strict=False)
+        return (_moved(piece, self._axis, start) for pieces, start in moved for piece in pieces)
+
     def fingerprint(self) -> dict[str, object] | None:
         found = [part.fingerprint() for part in self.parts]
         known = [each for each in found if each is not None]
@@ -242,6 +251,19 @@ def _layout(layouts: Sequence[Layout]) -> Layout:
         line = min(getattr(x, "line", 0) for x in each)
         return each[0].changed(read_chunk=chunk, line=line, **most, **all_of)
     return Chunked(itemsize=each[0].itemsize, read_chunk=chunk, **most, **all_of)
+
+
+def _moved(piece: Piece, axis: int, by: int) -> Piece:
+    """Return entries in other rows (`axis` 0) or columns (1)."""
+
+    def read() -> tuple[Array, Array, Array]:
+        rows, cols, values = piece.read()
+        return (rows + by, cols, values) if axis == 0 else (rows, cols + by, values)
+
+    rows, cols = piece.rows, piece.cols
+    if axis == 0:
+        return Piece((rows[0] + by, rows[1] + by), cols, read)
+    return Piece(rows, (cols[0] + by, cols[1] + by), read)
 
 
 class CodedJoin(JoinedMatrix):

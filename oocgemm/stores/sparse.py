@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from weakref import ref
@@ -39,7 +40,7 @@ from oocgemm.stores.base import (
     not_writable,
     package,
 )
-from oocgemm.stores.capabilities import in_memory
+from oocgemm.stores.capabilities import Piece, in_memory
 from oocgemm.stores.codecs import NO_ROOM, Fetched, entries_at
 from oocgemm.stores.files import scratch
 from oocgemm.stores.formats import PARTS, is_sparse
@@ -282,6 +283,25 @@ class SparseOperand(ReadOnly):
         with np.errstate(all="ignore"):
             np.add.at(out, (line, indices), values)
 
+    def entries(self, count: int) -> Iterator[Piece] | None:
+        """Yield all entries, `count` at a time; None if entries of a line may have the same place."""
+        return self._listed(count) if self._ascending else None
+
+    def _listed(self, count: int) -> Iterator[Piece]:
+        for piece in _pieces((0, int(self._starts[-1])), count):
+            first = int(np.searchsorted(self._starts, piece[0], "right")) - 1
+            lines, places = (first, int(np.searchsorted(self._starts, piece[1]))), (0, self._width)
+            ranges = (lines, places) if self._by_rows else (places, lines)
+            yield Piece(*ranges, partial(self._entries, lines, piece))
+
+    def _entries(self, lines: Range, piece: Range) -> tuple[Array, Array, Array]:
+        indices = self._part(self._indices, piece, "indices")
+        self._check(piece, indices)
+        counts = np.diff(np.clip(self._starts[lines[0] : lines[1] + 1], *piece))
+        line = np.repeat(np.arange(*lines), counts)
+        places = (line, indices) if self._by_rows else (indices, line)
+        return *places, self._part(self._data, piece, "data")
+
     def coding(self) -> Coding | None:
         """Return how a device makes lines dense; None if entries of a line may have the same place."""
         dense = self.shape[0] * self.shape[1] * self.dtype.itemsize
@@ -356,9 +376,10 @@ def _piece_bytes(part: Matrix) -> int:
     return min(-(-PIECE // chunk) * chunk + 2 * chunk, 2 * max(1, entries)) * part.dtype.itemsize
 
 
-def _pieces(entries: Range) -> Iterator[Range]:
-    for start in range(entries[0], entries[1], PIECE):
-        yield start, min(start + PIECE, entries[1])
+def _pieces(entries: Range, count: int | None = None) -> Iterator[Range]:
+    count = count or PIECE
+    for start in range(entries[0], entries[1], count):
+        yield start, min(start + count, entries[1])
 
 
 def of_group(name: str, path: str, group: Any, part: Callable[[str], Matrix]) -> SparseOperand:
