@@ -4,9 +4,9 @@
     python scripts/bench/bench_devices.py --output devices.json --timelines timelines.tar.gz
     python scripts/bench/bench_devices.py --backend host --scale 64 --rounds 1 --output /tmp/devices.json
 
-A case multiplies two square matrices on several lists of devices, in turns, after a round that is not
-measured. In that round, a digest of each C is compared with that of the first list. The matrices have small
-integers, so that C is exact whatever the tiles are. The sources are:
+A case multiplies two matrices on several lists of devices, in turns, after a round that is not measured. In
+that round, a digest of each C is compared with that of the first list. The matrices have small integers, so
+that C is exact whatever the tiles are. The sources are:
 
 - "page-cache": zarr arrays on a disk (--disk), whose few distinct chunk files stay in the page cache. C is a
   NumPy array whose pages are faulted in.
@@ -52,10 +52,14 @@ DASK = "dask"
 
 @dataclass(frozen=True)
 class Case:
-    """Products of two `size` x `size` matrices from `source`, on every list in `devices`, in turns."""
+    """Products of two matrices from `source`, on every list in `devices`, in turns.
+
+    `size` is m, k and n of the product: three numbers, or one for all of them. Matrices of other shapes than
+    squares are in memory.
+    """
 
     source: str
-    size: int
+    size: int | tuple[int, int, int]
     devices: tuple[str, ...]
     rounds: int = 2
     dtype: str = "float64"
@@ -63,7 +67,8 @@ class Case:
     @property
     def name(self) -> str:
         """What identifies the case."""
-        return f"{self.source} {self.size} {self.dtype}: {' | '.join(self.devices)}"
+        size = self.size if isinstance(self.size, int) else "x".join(map(str, self.size))
+        return f"{self.source} {size} {self.dtype}: {' | '.join(self.devices)}"
 
 
 EVERY, TWICE = ("0", "all"), ("0", "0,0")
@@ -79,6 +84,15 @@ CASES = (
     Case("zarr", 45056, TWICE),
     Case("pinned", 65536, EVERY),
     Case("memory", 65536, TWICE),
+    *(
+        Case(source, size, EVERY, 4, dtype)
+        for size, dtype in (
+            ((4000, 400_000, 4000), "float32"),
+            ((800_000, 1000, 1000), "float32"),
+            (30_000, "float64"),
+        )
+        for source in ("memory", "pinned")
+    ),
 )
 
 
@@ -165,7 +179,9 @@ class Bench:
     ) -> None:
         self.case, self.output, (self.folder, self.disk) = case, output, folders
         self.backend, self.until = backend, until
-        self.size = case.size // scale
+        whole = (case.size,) * 3 if isinstance(case.size, int) else case.size
+        self.extents = [extent // scale for extent in whole]
+        self.size = max(self.extents[::2])  # rows or columns of C
         self.rounds = rounds or case.rounds
         self.lists = devices if devices and DASK not in case.devices else case.devices
         if backend == "host":
@@ -260,7 +276,7 @@ class Bench:
     def keep(self, sample: dict[str, Any]) -> None:
         """Add a sample to the results file."""
         kept = json.loads(self.output.read_text()) if self.output.exists() else here() | {"cases": {}}
-        kept["cases"].setdefault(self.case.name, []).append({"size": self.size} | sample)
+        kept["cases"].setdefault(self.case.name, []).append({"extents": self.extents} | sample)
         fresh = self.output.with_suffix(".new")
         fresh.write_text(json.dumps(kept, indent=1, default=str) + "\n")
         os.replace(fresh, self.output)
@@ -268,17 +284,17 @@ class Bench:
     @contextmanager
     def operands(self) -> Iterator[tuple[Any, Any, Any]]:
         """Create A and B, and what to pass as C."""
-        shape, dtype = (self.size, self.size), self.case.dtype
+        (m, k, n), dtype = self.extents, self.case.dtype
         if self.case.source == "page-cache":
             shutil.rmtree(self.folder, ignore_errors=True)  # frees memory
-            yield *self.stored(self.disk), touched(shape, dtype)
+            yield *self.stored(self.disk), touched((m, n), dtype)
             return
         if self.case.source == "zarr":
             yield *self.stored(self.folder), self.folder / "C"
             remove(self.folder / "C")
             return
         shutil.rmtree(self.folder, ignore_errors=True)  # frees memory
-        a, b, c = (filled(shape, dtype, seed) for seed in range(3))
+        a, b, c = (filled(x, dtype, seed) for seed, x in enumerate(((m, k), (k, n), (m, n))))
         if self.case.source == "pinned":
             pin(a, b, c)
         yield a, b, c

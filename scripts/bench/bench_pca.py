@@ -215,6 +215,7 @@ def measure(name: str, path: str, backend: str, k: int, exact: Path) -> dict[str
 @click.option("--cols", default=2000, show_default=True)
 @click.option("--components", default=50, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
+@click.option("--contender", "chosen", multiple=True, help="Only these.  [default: all that are installed]")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for the matrix.")
 @click.option("--child", nargs=3, hidden=True)
 @output
@@ -224,6 +225,7 @@ def main(
     cols: int,
     components: int,
     rounds: int,
+    chosen: tuple[str, ...],
     work: Path | None,
     child: tuple[str, str, str] | None,
     output: Path | None,
@@ -232,7 +234,8 @@ def main(
         name, path, exact = child
         print(json.dumps(measure(name, path, backend, components, Path(exact))))
         return
-    names = [name for name, (package, _) in CONTENDERS[backend].items() if importlib.util.find_spec(package)]
+    packages = {name: package for name, (package, _) in CONTENDERS[backend].items()}
+    names = [name for name in chosen or packages if importlib.util.find_spec(packages[name])]
     found: dict[str, list[Any]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(dir=work) as folder:
         path, exact = Path(folder) / "x.npy", Path(folder) / "exact.npy"

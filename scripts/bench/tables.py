@@ -304,7 +304,7 @@ def on_devices() -> list[str]:
             for given, seconds_each in times.items():
                 rows.append(
                     [
-                        f"{size}^3 {dtype}, {sources[source]}",
+                        f"{size if 'x' in size else size + '^3'} {dtype}, {sources[source]}",
                         lists[given],
                         str(len(seconds_each)),
                         seconds(seconds_each),
