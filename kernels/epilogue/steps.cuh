@@ -54,6 +54,15 @@ __device__ inline double distance(double c, const step_t& s, long long i, long l
     return d2 < 0 ? 0 : s.value * d2;
 }
 
+// Both are of counts, which are exact.
+__device__ inline double jaccard(double c, const step_t& s, long long i, long long j, double) {
+    const double either = s.rows[i] + s.cols[j] - c;
+    return either == 0 ? 0 : (either - c) / either;
+}
+__device__ inline double hamming(double c, const step_t& s, long long i, long long j, double) {
+    return (s.rows[i] + s.cols[j] - 2 * c) / s.value;
+}
+
 __device__ inline double root(double c, const step_t&, long long, long long, double) { return sqrt(c); }
 
 // Rows of op(A) and columns of op(B) that are equal have the same number. NaN stays NaN.

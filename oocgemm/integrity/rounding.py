@@ -380,6 +380,8 @@ class RoundedElements:
                     return _sorted(step.value * np.maximum(low, 0), step.value * high)
                 low, high = np.exp(-step.value * high), np.exp(-step.value * low)
                 return _widened(low, high, self._exp_error, self._tiny)
+            case "jaccard" | "hamming":  # both decrease as c increases
+                low, high = (_fraction(step, x, u, v) for x in (high, low))
             case "root":
                 low, high = (np.sqrt(np.maximum(x, 0)) for x in found)
             case "identical":
@@ -396,6 +398,14 @@ class RoundedElements:
         if step.kind == "correlation":
             low, high = np.clip(low, -1, 1), np.clip(high, -1, 1)
         return low, high
+
+
+def _fraction(step: Step, c: Array, u: Any, v: Any) -> Array:
+    """Return the step "jaccard" or "hamming" of elements c."""
+    if step.kind == "hamming":
+        return np.asarray((u + v - 2 * c) / step.value)
+    either = u + v - c
+    return np.asarray((either - c) / np.where(either == 0, 1, either))
 
 
 def contains(found: Interval, value: Array) -> Array:

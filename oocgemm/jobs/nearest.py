@@ -198,9 +198,40 @@ class Search:
         exact = self._exact(rows, cols[:, None]).ravel()
         shown = np.sqrt(exact) if self._metric == "euclidean" else exact
         at = np.flatnonzero(shown <= radius)
-        at = at[np.lexsort((cols[at], shown[at], rows[at]))]
         starts = np.concatenate(([0], np.cumsum(np.bincount(rows[at], minlength=problem.m))))
-        return FoundRows(cols[at], shown[at].astype(scores.dtype), starts, replace(run, c=None))
+        return _sorted(run, starts, rows[at], cols[at], shown[at], scores.dtype)
+
+
+class CountedSearch:
+    """The search that a request describes whose scores are exact distances, times -1."""
+
+    def __init__(self, request: Request, into: Selection, radius: float | None) -> None:
+        chosen = into if radius is None else replace(into, threshold=-radius)
+        self.request, self._radius = replace(request, into=chosen), radius
+
+    def candidates(self) -> Request:
+        """Return the request of the results themselves."""
+        return self.request
+
+    def run(self) -> FoundRows:
+        """Find the nearest rows."""
+        run = running.run_request(self.request)
+        if self._radius is None:
+            indices, distances = run.out["index"].astype(np.int64), 0 - run.out["score"]
+            return FoundRows(indices, distances, None, replace(run, c=None))
+        assert isinstance(run.c, Collecting)
+        starts, cols, scores = run.c.csr()
+        rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        return _sorted(run, starts, rows, cols, 0 - scores, scores.dtype)
+
+
+def _sorted(
+    run: Result, starts: Array, rows: Array, cols: Array, distances: Array, dtype: np.dtype[np.floating]
+) -> FoundRows:
+    """Return found rows, the nearest first. Those of row i are numbers starts[i] to starts[i + 1] - 1."""
+    order = np.lexsort((cols, distances, rows))
+    found = distances[order].astype(dtype)
+    return FoundRows(cols[order].astype(np.int64), found, starts, replace(run, c=None))
 
 
 def _wide(matrix: Matrix) -> Matrix:

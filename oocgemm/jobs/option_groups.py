@@ -56,7 +56,8 @@ Devices = str | Sequence[int]  # "all", "0,1" or [0, 1]
 
 # The values of some options.
 METRICS = ("cosine", "dot")
-DISTANCES = ("euclidean", "sqeuclidean", "cosine")
+DISTANCES = ("euclidean", "sqeuclidean", "cosine", "jaccard", "hamming")
+BIT_ORDERS = ("big", "little")
 CONSTANT = ("nan", "drop", "raise")
 GRM_METHODS = ("gcta", "vanraden")
 PCA_METHODS = ("auto", "exact", "randomized")

@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypedDict, TypeVar, Union, get_args, get_orig
 from oocgemm.errors import InputError
 from oocgemm.jobs import support
 from oocgemm.jobs.option_groups import (
+    BIT_ORDERS,
     CONSTANT,
     DISTANCES,
     GRM_CASTS,
@@ -164,9 +165,29 @@ class _Metric(TypedDict, total=False):
         str,
         Option(
             "The distance of two rows. euclidean: the length of x - y. sqeuclidean: its square. cosine: 1 "
-            "minus the cosine of their angle; 1 for a zero row.",
+            "minus the cosine of their angle; 1 for a zero row. jaccard, of bool or packed bits: the number "
+            "of columns where they differ, divided by the number where one of them is true; 0 for two zero "
+            "rows. hamming, of bool, packed bits, or at most 16 codes in int8 or uint8: the share of columns "
+            "where they differ.",
             default=DISTANCES[0],
             choices=DISTANCES,
+        ),
+    ]
+    bits: Annotated[
+        int | None,
+        Option(
+            "X and Y have packed bits, this many per row, such as 1024. Their dtype is uint8.",
+            "They are packed as by ``numpy.packbits(x, axis=1)``. For the metrics jaccard and hamming.",
+            shown="elements are not packed",
+            metavar="N",
+        ),
+    ]
+    bitorder: Annotated[
+        str,
+        Option(
+            "Order of the bits in a byte, as for NumPy: big has the first bit in the highest place.",
+            default=BIT_ORDERS[0],
+            choices=BIT_ORDERS,
         ),
     ]
 

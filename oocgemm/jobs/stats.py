@@ -46,6 +46,8 @@ from oocgemm.jobs.steps import (
     Divide,
     Epilogue,
     Gaussian,
+    Hamming,
+    Jaccard,
     RankOne,
     Scale,
     Squared,
@@ -663,7 +665,7 @@ def epilogue_numbers(
                     cols = inverse_norms(b, problem.trans_b, memory, step.instead, right=step.right)
                 check_range(problem, rows, cols)
                 found.append((rows, cols))
-            case Gaussian() | Distance():
+            case Gaussian() | Distance() | Jaccard() | Hamming():
                 rows = squares(a, int(not problem.trans_a.swaps), memory)
                 cols = rows if b is a else squares(b, int(problem.trans_b.swaps), memory)
                 found.append((rows, cols))

@@ -131,6 +131,32 @@ class Distance:
 
 
 @dataclass(frozen=True)
+class Jaccard:
+    """Replace C, of rows x of op(A) and columns y of op(B) of 0 and 1, by their Jaccard distances.
+
+    A distance is the number of places where x and y differ, divided by the number where one of them is 1.
+    """
+
+    @property
+    def step(self) -> Step:
+        return Step("jaccard", True, True)
+
+
+@dataclass(frozen=True)
+class Hamming:
+    """Replace C, of rows x of op(A) and columns y of op(B) of 0 and 1, by Hamming distances.
+
+    A distance is the number of places where x and y differ, divided by `most`.
+    """
+
+    most: int
+
+    @property
+    def step(self) -> Step:
+        return Step("hamming", True, True, float(self.most))
+
+
+@dataclass(frozen=True)
 class SquareRoot:
     """Replace elements of C by their square roots."""
 
@@ -170,7 +196,7 @@ class Cast:
 
 # The steps that callers pass, and those that verbs add.
 EpilogueStep = Scale | RankOne | Add | Divide | Correlation | Gaussian | Cast
-AnyStep = EpilogueStep | Distance | SquareRoot | Squared | Within
+AnyStep = EpilogueStep | Distance | Jaccard | Hamming | SquareRoot | Squared | Within
 Epilogue = Sequence[AnyStep]
 
 
@@ -281,7 +307,7 @@ def _step(given: AnyStep, problem: GemmProblem, name: str) -> Step:
             return Step("divide_or_zero" if isinstance(given, DivideOrZero) else "divide")
         case Correlation():
             return Step("correlation", True, True)
-        case Distance() | SquareRoot() | Squared() | Within():
+        case Distance() | Jaccard() | Hamming() | SquareRoot() | Squared() | Within():
             return given.step
         case Gaussian():
             gamma = given.gamma

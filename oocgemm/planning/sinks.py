@@ -29,13 +29,16 @@ STEPS = {
     "correlation": "u[i] v[j] c, but at least -1 and at most 1",
     "gaussian": "exp(-value max(u[i] + v[j] - 2 c, 0))",
     "distance": "value max(u[i] + v[j] - 2 c, 0)",
+    "jaccard": "(u[i] + v[j] - 2 c) / (u[i] + v[j] - c), but 0 where all three numbers are 0",
+    "hamming": "(u[i] + v[j] - 2 c) / value",
     "root": "the square root of c",
     "identical": "value where u[i] = v[j], unless c is NaN; c elsewhere",
     "squared": "c^2 - value (1 - c^2)",
     "within": "c where u[i] and v[j] differ by at most value; 0 elsewhere",
 }
 # The steps that read D, and the steps whose vectors u and v are computed from the operands.
-_MERGING, _DERIVED = ("add", "divide", "divide_or_zero"), ("correlation", "gaussian", "distance", "identical")
+_MERGING = ("add", "divide", "divide_or_zero")
+_DERIVED = ("correlation", "gaussian", "distance", "jaccard", "hamming", "identical")
 
 # What a reduction makes of the elements of a row of C.
 REDUCTIONS = ("sum", "sumsq", "max")

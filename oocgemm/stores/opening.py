@@ -49,6 +49,7 @@ from oocgemm.stores.folded import FOLDED
 from oocgemm.stores.formats import OperandFacts, UnsupportedError
 from oocgemm.stores.genetics import BedFiles, GrmFiles
 from oocgemm.stores.hdf5 import HDF5Files
+from oocgemm.stores.indicators import INDICATORS
 from oocgemm.stores.joined import JOINED, JoinedMatrix
 from oocgemm.stores.kept import KEPT
 from oocgemm.stores.lazy import LazyArrays
@@ -64,7 +65,7 @@ ARRAYS = Arrays()
 # These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (
     *(NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), SparseArrays(), ZarrArrays(), ARRAYS),
-    *(FOLDED, JOINED, KEPT),
+    *(FOLDED, JOINED, KEPT, INDICATORS),
 )
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())

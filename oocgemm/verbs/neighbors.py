@@ -1,6 +1,7 @@
 """The verb `neighbors`: the nearest rows to each row of a matrix."""
 
 import os
+from dataclasses import replace
 from math import isfinite
 from typing import Literal, Unpack, overload
 
@@ -8,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
-from oocgemm.jobs.nearest import Search
+from oocgemm.jobs.codes import COUNTS, check_bits, counting
+from oocgemm.jobs.nearest import CountedSearch, Search
 from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
 from oocgemm.jobs.options import NeighborsArguments, check_choices, documented
 from oocgemm.jobs.request import Selection
 from oocgemm.jobs.run import Plan, Result, plan_request
 from oocgemm.jobs.stats import keeping
-from oocgemm.jobs.steps import Cosines, Distance
+from oocgemm.jobs.steps import Cosines, Distance, Scale
 from oocgemm.values import dataclass
 from oocgemm.verbs.similarity import between, check_options, selection_of
 
@@ -62,6 +64,8 @@ def neighbors(
     topk: int | None = None,
     radius: float | None = None,
     metric: str = "euclidean",
+    bits: int | None = None,
+    bitorder: str = "big",
     exclude_self: bool = True,
     dry_run: bool = False,
     **options: Unpack[SimilarityOptions],
@@ -70,17 +74,19 @@ def neighbors(
 
     Products of rows, less the mean of all rows, give candidates. Their distances are computed again in
     float64 from the elements. If rounding errors of the products may have hidden a nearer row, the
-    candidates of this row are found again by products in float64.
+    candidates of this row are found again by products in float64. Jaccard and Hamming distances come from
+    exact counts.
 
     Args:
         x: a real two-dimensional operand as for `gemm`, m x k. Missing genotypes of a .bed file are replaced
-            by the means of their variants.
+            by the means of their variants, but refused by the metric hamming.
         {options}
 
     Returns:
         The `Nearest`. Their distances are those of the elements, rounded once: to float32, but to float64 for
-            float64 and int8 operands. A row is missing only if it is as near as the last one that was found,
-            within the rounding errors of products in float64. With `dry_run`, the `Plan`.
+            float64 and int8 operands, and with the metrics jaccard and hamming. A row is missing only if it
+            is as near as the last one that was found, within the rounding errors of products in float64.
+            With `dry_run`, the `Plan`.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `ExecutionError` also if so
@@ -92,19 +98,25 @@ def neighbors(
     ([[1], [0], [1]], [[3.0], [3.0], [7.0]])
     """
     check_options("neighbors", options, SimilarityOptions)
-    check_choices("neighbors", metric=metric)
+    check_choices("neighbors", metric=metric, bitorder=bitorder)
+    check_bits(metric, bits, options.get("transform"))
     if (topk is None) == (radius is None):
         raise InputError("pass either topk, a number of rows to find for each row, or radius")
     if radius is not None and not (isinstance(radius, int | float) and isfinite(radius) and radius >= 0):
         raise InputError(f"radius = {radius!r} is not a distance: pass a number such as 0.5")
     chosen = Selection() if topk is None else selection_of(topk, None)
     same = y is None
-    step = Cosines() if metric == "cosine" else Distance(-1.0)
     names = ("X", "X" if same else "Y")
     into = Selection(chosen.topk, excludes_self=exclude_self and same, names=names, same=same)
+    step = Cosines() if metric == "cosine" else Distance(-1.0)
     given = {**options, "epilogue": (step,)}
     request = between(("X", x), (names[1], x if y is None else y), None, 0, into, given)
-    search = Search(request.with_operands(impute=True), into, metric, radius)
+    request = request.with_operands(impute=True)
+    search: Search | CountedSearch = Search(request, into, metric, radius)
+    if metric in COUNTS:
+        request, counted = counting(request, names, metric, bits, bitorder)
+        request = replace(request, epilogue=(counted, Scale(value=-1)))
+        search = CountedSearch(request, into, radius)
     if dry_run:
         return plan_request(search.candidates())
     with keeping({}):  # several passes need the same statistics

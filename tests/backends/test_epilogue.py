@@ -346,6 +346,8 @@ CHAINS = {
     ),
     "distance": (Step("distance", True, True, 0.3), Step("identical", True, True, 0.0), Step("root")),
     "nearness": (Step("distance", True, True, -1.0),),
+    "jaccard": (Step("jaccard", True, True), Step("scale", value=-1.0)),
+    "hamming": (Step("hamming", True, True, 7.0),),
 }
 
 

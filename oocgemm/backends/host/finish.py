@@ -135,6 +135,15 @@ def _changed(
             c += v
             np.maximum(c, 0, out=c)  # keeps NaN
             c *= step.value
+        case "jaccard":
+            either = u + v - c
+            c = either - c
+            c /= np.where(either == 0, 1, either)
+        case "hamming":
+            c *= -2
+            c += u
+            c += v
+            c /= step.value
         case "root":
             np.sqrt(c, out=c)
         case "identical":
