@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from oocgemm.verbs.correlation import corr, cov
     from oocgemm.verbs.distances import distances
     from oocgemm.verbs.gemm import gemm, gram, matmul, plan, plan_gram
+    from oocgemm.verbs.ld import LD, ld
     from oocgemm.verbs.ld_scores import LDScores, ld_scores
     from oocgemm.verbs.neighbors import Nearest, neighbors
     from oocgemm.verbs.pca import PCA, PCAPlan, pca, plan_pca
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 
 __all__ = [
+    "LD",
     "PCA",
     "Add",
     "BackendError",
@@ -108,6 +110,7 @@ __all__ = [
     "grm",
     "keep",
     "kernel_matmul",
+    "ld",
     "ld_scores",
     "matmul",
     "neighbors",
@@ -148,6 +151,7 @@ _HOMES = {
     "verbs.correlation": ("corr", "cov"),
     "verbs.distances": ("distances",),
     "verbs.gemm": ("gemm", "gram", "matmul", "plan", "plan_gram"),
+    "verbs.ld": ("LD", "ld"),
     "verbs.ld_scores": ("LDScores", "ld_scores"),
     "verbs.neighbors": ("Nearest", "neighbors"),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),

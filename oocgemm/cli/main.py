@@ -46,6 +46,10 @@ _OWN = {
     ),
     "hold": ("queue:hold", "Keep queued jobs from starting, until `oocgemm release`."),
     "info": ("measuring:info", "Show what is installed, how fast it is, and what is missing."),
+    "ld": (
+        "statistics:ld",
+        "Compute the correlations of pairs of variants that are near one another, and store them.",
+    ),
     "logs": ("queue:logs", "Show what a job has printed."),
     "neighbors": ("statistics:neighbors", "Find the nearest rows of X, or of Y, to each row of X."),
     "pause": ("queue:pause", "Stop running jobs so that other jobs can run."),

@@ -144,6 +144,28 @@ def distances(x: str, out: str, **options: Any) -> None:
     run_product(partial(oocgemm.distances, x, out), out, _given(x, options), **options)
 
 
+@verb_command("ld", "x", "out")
+@click.option("--scores", type=Place(), metavar="FILE", help="Also save LD scores at FILE, a new .npy file.")
+def ld(x: str, out: str, scores: str | None, **options: Any) -> None:
+    """Compute the correlations of pairs of variants that are near one another, and store them.
+
+    X has genotypes 0, 1 and 2 of individuals (rows) at variants (columns). OUT is the path of a new zarr
+    group. It gets a sparse matrix in the format of AnnData (csr_matrix) with the correlation r of each pair
+    whose r^2 is at least --min-r2, above the diagonal.
+
+    Example: oocgemm ld data.bed ld.zarr --window 1000 --unit kb --min-r2 0.2
+    """
+    if not options["dry_run"]:
+        check_saving(out, x, None)
+        if scores is not None:
+            Destination.parse(scores).check_place(lambda: 0)
+    run_product(partial(oocgemm.ld, x), out, (x,), **options)
+    if scores is not None and not options["dry_run"]:
+        others = {name: value for name, value in options.items() if name not in ("min_r2", "timeline")}
+        others |= {"as_json": False, "quiet": True}
+        run_product(partial(oocgemm.ld_scores, x), scores, (x,), **others)
+
+
 @verb_command("grm", "x", "out")
 def grm(x: str, out: str, quiet: bool, dry_run: bool, **options: Any) -> None:
     """Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.

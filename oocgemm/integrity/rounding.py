@@ -391,7 +391,8 @@ class RoundedElements:
                 low = np.where((found[0] < 0) & (found[1] > 0), 0, low)
                 low, high, added = (1 + step.value) * low, (1 + step.value) * high, -step.value
             case "within":
-                return tuple(np.where(abs(u - v) <= step.value, x, 0) for x in found)  # type: ignore[return-value]
+                other = np.nan if step.value else 0
+                return tuple(np.where(u <= v, x, other) for x in found)  # type: ignore[return-value]
             case _:
                 raise AssertionError(f"{step} is unknown")
         low, high = _widened(low + added, high + added, STEP_ERROR * DOUBLE, STEP_ERROR * DOUBLE * abs(added))

@@ -55,6 +55,7 @@ class SampledResult:
     `stored` is C, if it is stored. `kept` has the result for each row: selected elements (`SELECTED`),
     results of a reduction, or rows of the product of C with the `factor` V. `sparse` has row starts, columns
     and scores of the elements at or above a threshold. `sink` has this threshold, in the dtype of scores.
+    With `once`, `sparse` has the mirror images of the elements left of the diagonal.
     """
 
     sink: Sink
@@ -62,6 +63,7 @@ class SampledResult:
     kept: Array | None = None
     sparse: tuple[Array, Array, Array] | None = None
     factor: Array | None = None
+    once: bool = False
 
 
 @dataclass
@@ -160,7 +162,7 @@ class Samples:
         """Check the elements that were selected from some rows of C, or the reductions of these rows."""
         cols = np.arange(self.problem.n)
         for at, i in enumerate(rows):
-            found = self._bounds.bounds(sums[at], norms[at], i, cols)
+            found = self._bounds.bounds(sums[at], norms[at], *((cols, i) if made.once else (i, cols)))
             if made.sparse is not None:
                 starts, columns, scores = made.sparse
                 part = slice(starts[i], starts[i + 1])
@@ -210,7 +212,8 @@ class Samples:
             self.passes.each(self.left, (0, self.problem.m), (0, depth), act)
         self.elements += rows.size
         norm = np.sqrt(squares[0][rows]) * np.sqrt(squares[1][cols - left])
-        self._compare(scores, self._bounds.bounds(sums, norm, rows, cols), rows, cols)
+        where = (cols, rows) if made.once else (rows, cols)
+        self._compare(scores, self._bounds.bounds(sums, norm, *where), rows, cols)
 
     def _check_selected(
         self, made: SampledResult, i: int, cols: Array, scores: Array, found: Interval
@@ -227,6 +230,8 @@ class Samples:
         without_own = sink.excludes_self and i < len(low)
         if without_own:
             others[i] = False
+        if made.once:
+            others[:i] = False
         if isinstance(sink, Largest):
             least = scores.min(initial=np.inf)
             wrong = len(np.unique(cols)) != min(sink.topk, len(low) - without_own)

@@ -32,7 +32,7 @@ from oocgemm.jobs.transforming import (
     transformed,
 )
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, emulation
-from oocgemm.planning.cover import Band, Triangle, cover_of
+from oocgemm.planning.cover import Halved, Triangle, cover_of
 from oocgemm.planning.problem import Updated, same
 from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
 from oocgemm.planning.tiling import Range
@@ -472,7 +472,8 @@ def _open_selection(
     if not problem.epilogue:
         problem = _accumulated(problem, backend)
     if selection.same and is_symmetric(request.epilogue):
-        problem = replace(problem, b=same(problem.b), cover=Triangle())
+        cover = Triangle() if selection.band is None else Halved(band=selection.band)
+        problem = replace(problem, b=same(problem.b), cover=cover)
     if selection.topk or backend == "cuda":
         of_each = SELECTED[problem.acc_dtype], problem.epilogue, selection.cosine, selection.excludes_self
         least = selection.least(problem)
@@ -554,8 +555,8 @@ def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple
             raise InputError("C has no elements, so that none is the largest: pass a larger A and B")
         problem = problem if problem.epilogue else _accumulated(problem, backend)
         problem = replace(problem, sink=Reduced("float64", problem.epilogue, reduction.kind))
-        if reduction.width is not None:
-            problem = replace(problem, b=same(problem.b), cover=Band(reduction.width))
+        if reduction.band is not None:
+            problem = replace(problem, b=same(problem.b), cover=reduction.band)
         return a, b, _checked(request, problem, "host")
     assert reduction.factor is not None
     rows, columns = reduction.factor.shape

@@ -408,37 +408,90 @@ class ReduceArguments(StepOptions, TransposeOptions, PairOptions, total=False):
     """All options of `oocgemm.reduce`."""
 
 
-class LdScoresArguments(SimilarityOptions, total=False):
-    """All options of `oocgemm.ld_scores`."""
-
+class _Windows(TypedDict, total=False):
     window: Annotated[
-        int | None,
+        float | None,
         Option(
-            "Sum over the variants within this many variants on both sides, such as 1000.",
+            "Largest distance of two variants that are compared, in {unit}, such as 1000.",
+            "Variants on different chromosomes are never compared.",
             metavar="N",
+        ),
+    ]
+    unit: Annotated[
+        str,
+        Option(
+            "Unit of {window}. variants: numbers of variants. kb: thousands of base pairs. cm: centimorgans.",
+            default="variants",
+            choices=("variants", "kb", "cm"),
+        ),
+    ]
+    positions: Annotated[
+        Any,
+        Option(
+            "Position of each variant, an array or a .npy file: in base pairs for the {unit} kb, in "
+            "centimorgans for cm.",
+            "Positions must not decrease on a chromosome.",
+            shown="those in the .bim file of a .bed file",
+            metavar="FILE",
+            service=False,
+        ),
+    ]
+    chromosomes: Annotated[
+        Any,
+        Option(
+            "The number or name of the chromosome of each variant, an array or a .npy file.",
+            "The variants of a chromosome must follow one another.",
+            shown="those in the .bim file of a .bed file; for other operands, one chromosome",
+            metavar="FILE",
+            service=False,
         ),
     ]
     axis: Annotated[
         int,
         Option("Axis of X with the variants. 0: its rows. 1: its columns.", default=1, least=0, most=1),
     ]
-    adjusted: Annotated[
-        bool,
-        Option(
-            "Subtract the expected square of the correlation of independent variants, as LDSC does.",
-            "With n individuals, r^2 - (1 - r^2) / (n - 2) is summed instead of r^2.",
-            True,
-            flags=(("--not-adjusted", "Sum the squares of correlations as they are."),),
-        ),
-    ]
     constant: Annotated[
         str,
         Option(
             "Variants with equal genotypes only, which have no correlations. raise: stop. drop: leave them "
             "out, and do not count them in windows.",
-            "The scores of variants that are left out are NaN, and a `DataWarning` counts them.",
+            "A `DataWarning` counts the variants that are left out. Their scores are NaN.",
             "raise",
             choices=("raise", "drop"),
+        ),
+    ]
+
+
+class LdScoresArguments(_Windows, SimilarityOptions, total=False):
+    """All options of `oocgemm.ld_scores`."""
+
+    adjusted: Annotated[
+        bool,
+        Option(
+            "Subtract the expected square of the correlation of independent variants, as LDSC does.",
+            "With n individuals, r^2 - (1 - r^2) / (n - 2) is summed instead of r^2.",
+            False,
+        ),
+    ]
+
+
+class LdArguments(_Windows, SimilarityOptions, total=False):
+    """All options of `oocgemm.ld`."""
+
+    out: Annotated[
+        PathLike | None,
+        Option(
+            "Path of a new zarr group, to which the pairs are also written, as `LD.save` does.",
+            cli=False,
+            service=False,
+        ),
+    ]
+    min_r2: Annotated[
+        float,
+        Option(
+            "Keep the pairs whose squared correlation is at least this number, from 0 to 1.",
+            default=0.0,
+            metavar="X",
         ),
     ]
 

@@ -26,6 +26,7 @@ from oocgemm.jobs.option_groups import (
 from oocgemm.jobs.options import check_choices
 from oocgemm.jobs.steps import Epilogue, steps_of
 from oocgemm.planning import GemmProblem, Layout, Op, Plan, TileShape
+from oocgemm.planning.cover import Band
 from oocgemm.planning.partition import Slicing
 from oocgemm.planning.tiling import Range, Shape
 from oocgemm.planning.units import format_size
@@ -220,6 +221,8 @@ class Selection(Into):
     - `excludes_self`: whether elements on the diagonal are left out.
     - `names`: the names of A and B in error messages.
     - `same`: whether op(B) is the transpose of op(A).
+    - `band`: if it is not None, op(B) is the transpose of op(A), and only pairs in this band are kept, once
+      each: right of the diagonal. The epilogue drops the other elements of its tiles.
     """
 
     stores_c: ClassVar[bool] = False
@@ -232,14 +235,15 @@ class Selection(Into):
     excludes_self: bool = True
     names: tuple[str, str] = ("E", "E")
     same: bool = True
+    band: Band | None = None
 
     def margin(self, problem: GemmProblem) -> float:
         """Return by how much computed cosines may differ from exact ones; 0 if scores are no cosines.
 
         After the run, `oocgemm.jobs.verify` decides whether cosines this near to `threshold` reach it.
         """
-        last = problem.epilogue[-1].kind if problem.epilogue else ""
-        if not (self.cosine or last == "correlation"):
+        cosine = self.cosine or any(step.kind == "correlation" for step in problem.epilogue)
+        if not cosine or (self.absolute and self.threshold <= 0):  # all magnitudes reach 0
             return 0.0
         from oocgemm.integrity.rounding import OPERANDS
 
@@ -254,7 +258,7 @@ class Selection(Into):
     def rule(self, problem: GemmProblem, scales: Array | None) -> Rule | None:
         if self.topk:
             return None
-        how = self.absolute, self.excludes_self, scales, problem.cover.halves
+        how = self.absolute, self.excludes_self, scales, problem.cover.halves, self.band is not None
         return Rule(self.least(problem), *how)
 
 
@@ -292,8 +296,8 @@ class Reduction(Into):
     - `names`, `same`: as for `Selection`.
     - `kind`: one of `oocgemm.planning.sinks.REDUCTIONS`; "" for the product with V.
     - `factor`: V, in the accumulator's dtype. It has a row for each column of C.
-    - `width`: if it is not None, op(B) is the transpose of op(A), and only the elements within this distance
-      of the diagonal are reduced. The epilogue sets the others to 0.
+    - `band`: if it is not None, op(B) is the transpose of op(A), and only the elements in this band are
+      reduced. The epilogue sets the other elements of its tiles to 0.
     """
 
     stores_c: ClassVar[bool] = False
@@ -301,7 +305,7 @@ class Reduction(Into):
     same: bool = True
     kind: str = ""
     factor: Array | None = None
-    width: int | None = None
+    band: Band | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -656,7 +656,7 @@ def epilogue_numbers(
             case Add() | Divide() | SquareRoot() | Squared():
                 found.append((None, None))
             case Within():
-                found.append((np.arange(problem.m, dtype=float), np.arange(problem.n, dtype=float)))
+                found.append((step.rows, step.cols))
             case Coefficients():
                 found.append((factors(a), factors(b)))
             case Correlation():

@@ -176,15 +176,20 @@ class Squared:
         return Step("squared", value=self.bias)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Within:
-    """Replace elements of C that are further than `window` from the diagonal by 0."""
+    """Keep the elements (i, j) of C with ``rows[i] <= cols[j]``. Replace the others by 0.
 
-    window: int
+    With `drops`, replace them by NaN, which no sink selects.
+    """
+
+    rows: Any
+    cols: Any
+    drops: bool = False
 
     @property
     def step(self) -> Step:
-        return Step("within", True, True, self.window)
+        return Step("within", True, True, float(self.drops))
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ VERBS: Mapping[str, Verb] = {
     "pca": Verb(frozenset({"passes"})),
     "kernel_matmul": Verb(),
     "reduce": Verb(),
+    "ld": Verb(),
     "ld_scores": Verb(
         command="Compute LD scores of the variants in X, and save them at OUT, a new .npy file.\n\n"
         "X has genotypes 0, 1 and 2 of individuals (rows) at variants (columns).\n\n"

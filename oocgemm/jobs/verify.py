@@ -83,7 +83,7 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
             threshold=least,
             absolute=selection.absolute,
         )
-        made = SampledResult(found, sparse=result.csr())
+        made = SampledResult(found, sparse=result.csr(), once=selection.band is not None)
     elif problem.sink.per_row:
         made = SampledResult(problem.sink, kept=stores.memory(result), factor=job.factor)
     piece = max(MIN_PIECE, min(PIECE, memory // (32 * _threads())))
@@ -174,7 +174,7 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
         return
     rows = np.searchsorted(starts, at, side="right") - 1
     exact, mirrored = np.empty(at.size), np.zeros(at.size, bool)
-    if problem.cover.halves:  # a pair is computed once
+    if problem.cover.halves and selection.band is None:  # a pair is computed once
         mirrored = cols[at] > rows
     once = np.flatnonzero(~mirrored)
     left, right = (

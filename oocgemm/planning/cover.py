@@ -4,7 +4,9 @@ A *line* is a tile row and the tile column with its number. Extents are numbers 
 half-open. The sides of square tiles are `side` elements long.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 from oocgemm.values import dataclass
@@ -27,11 +29,16 @@ class Cover:
         mirrored: whether each element outside of the diagonal is also stored on the other side of it.
         stored_triangle: the triangle of C that is stored, "lower" or "upper", with the diagonal; "" if all of
             C is stored. The other triangle stays as it is: 0 in a new array.
+        label: what users read in place of the name.
     """
 
     name: ClassVar[str] = ""
     square: ClassVar[bool] = False
     halves: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        return self.name
 
     @property
     def upper(self) -> bool:
@@ -163,12 +170,19 @@ class Triangle(Cover):
         down = True
         for top in range(0, lines, band):
             bottom = min(top + band, lines)
-            for col in (*range(top - 1, -1, -1), *range(top, bottom)):
-                rows = range(max(top, col), bottom)
+            first, last = (self._first(row, lines, side) for row in (top, bottom - 1))
+            for col in (*range(top - 1, first - 1, -1), *range(top, bottom)):
+                rows: Sequence[int] = range(max(top, col), bottom)
+                if col < last:
+                    rows = [row for row in rows if self._first(row, lines, side) <= col]
                 found += [(row, col) for row in (rows if down or col >= top else reversed(rows))]
                 down = not down
             down = True
         return [(col, row) for row, col in found] if self.upper else found
+
+    def _first(self, row: int, lines: int, side: int) -> int:
+        """Return the first tile column of a tile row of a lower triangle."""
+        return 0
 
     def is_staircase(self, i: int, j: int) -> bool:
         """Tell whether the tile is on the diagonal."""
@@ -195,7 +209,7 @@ class Triangle(Cover):
 class Band(Cover):
     """The elements (i, j) with ``|i - j| <= width`` are computed, on both sides of the diagonal.
 
-    Tiles with such an element are computed as a whole: an epilogue makes their other elements 0 (the step
+    Tiles with such an element are computed as a whole: an epilogue replaces their other elements (the step
     "within" of `oocgemm.planning.sinks`). A tile row has all elements of its rows, so that each row can be
     reduced by itself::
 
@@ -225,6 +239,14 @@ class Band(Cover):
         """Return the maximum number of elements of a row in the band."""
         return min(n, 2 * self.width + 1)
 
+    def first(self, row: int) -> int:
+        """Return the first column that is needed in a row. It does not decrease from row to row."""
+        return max(0, row - self.width)
+
+    def last(self, row: int) -> int:
+        """Return the last row whose first column is at most `row`, or any number beyond the last row."""
+        return row + self.width
+
     def _reach(self, side: int) -> int:
         """Return how many tiles on each side of the tile on the diagonal have elements of the band."""
         return -(-self.width // side)
@@ -240,11 +262,107 @@ class Band(Cover):
         >>> [Band(2).columns(i, 4, 2) for i in range(4)]
         [(0, 2), (0, 3), (1, 4), (2, 4)]
         """
-        return max(0, i - self._reach(side)), min(across, i + self._reach(side) + 1)
+        return self.first(i * side) // side, min(across, self.last((i + 1) * side - 1) // side + 1)
 
     def period(self, band: int, side: int) -> int:
         """Return the number of tiles of a band of tile rows far from the corners."""
         return band * (2 * self._reach(side) + 1)
+
+
+@dataclass(frozen=True)
+class Windows(Band):
+    """A band whose width differs from row to row, as that of variants within a distance on a chromosome.
+
+    The rows are divided into blocks of `block` rows. Number b of `firsts` is the first column that is needed
+    in a row of block b. The numbers do not decrease::
+
+        block = 2, firsts = 0 1 3:    # # # . . .
+                                      # # # . . .
+                                      . # # # . .
+                                      . # # # . .
+                                      . . . # # #
+                                      . . . # # #
+    """
+
+    block: int = 1
+    firsts: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # constant for other covers
+        """The name of the windows, with all numbers."""
+        return " ".join(map(str, ("windows", self.block, *self.firsts)))
+
+    @property
+    def label(self) -> str:
+        return "windows"
+
+    def elements(self, m: int, n: int) -> int:
+        """Count the elements on both sides of the diagonal."""
+        sizes = ((b, min(self.block, m - b * self.block)) for b in range(len(self.firsts)))
+        left = sum(size * (b * self.block - self.firsts[b]) + size * (size - 1) // 2 for b, size in sizes)
+        return 2 * left + m
+
+    def extent(self, n: int) -> int:
+        """Return the mean number of elements of a row."""
+        return min(n, -(-self.elements(n, n) // max(1, n)))
+
+    def first(self, row: int) -> int:
+        return self.firsts[min(row // self.block, len(self.firsts) - 1)]
+
+    def last(self, row: int) -> int:
+        return bisect_left(self.firsts, row + 1) * self.block - 1
+
+    def _reach(self, side: int) -> int:
+        """Return this number of tiles of a mean row."""
+        return -(-(self.extent(self.block * len(self.firsts)) // 2) // side)
+
+    def count(self, down: int, across: int, side: int) -> int:
+        return _count(self, down, side)
+
+
+@lru_cache(4096)  # many candidates have the same sides
+def _count(windows: Windows, down: int, side: int) -> int:
+    return sum(stop - start for start, stop in (windows.columns(i, down, side) for i in range(down)))
+
+
+@dataclass(frozen=True)
+class Halved(Triangle):
+    """The lower triangle of a band, with the diagonal. Tiles on the diagonal are staircases."""
+
+    band: Band = Band()
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # constant for other covers
+        """The name of the band, in the lower triangle."""
+        return f"lower {self.band.name}"
+
+    @property
+    def label(self) -> str:
+        return f"lower {self.band.label}"
+
+    def elements(self, m: int, n: int) -> int:
+        """Count the elements of the band in the triangle."""
+        return (self.band.elements(m, n) + m) // 2
+
+    def extent(self, n: int) -> int:
+        return self.band.extent(n) // 2 + 1
+
+    def count(self, down: int, across: int, side: int) -> int:
+        return (self.band.count(down, across, side) + down) // 2
+
+    def columns(self, i: int, across: int, side: int) -> _Range:
+        """Return the tile columns of tile row i with elements of the band, up to the diagonal.
+
+        >>> [Halved(band=Band(2)).columns(i, 4, 2) for i in range(4)]
+        [(0, 1), (0, 2), (1, 3), (2, 4)]
+        """
+        return self._first(i, across, side), i + 1
+
+    def _first(self, row: int, lines: int, side: int) -> int:
+        return self.band.columns(row, lines, side)[0]
+
+    def period(self, band: int, side: int) -> int:
+        return (self.band.period(band, side) + band) // 2
 
 
 # All of C.
@@ -257,5 +375,12 @@ GRAMS = ("lower", "upper", "full")
 
 def cover_of(name: str) -> Cover:
     """Return the cover with a name in records, or with a value of the option `uplo`. Raises `KeyError`."""
-    kind, _, width = name.partition(" ")
-    return Band(int(width)) if kind == "band" else _NAMED[name]
+    kind, _, rest = name.partition(" ")
+    if kind == "lower" and rest:
+        band = cover_of(rest)
+        assert isinstance(band, Band)
+        return Halved(band=band)
+    if kind == "windows":
+        block, *firsts = map(int, rest.split())
+        return Windows(block=block, firsts=tuple(firsts))
+    return Band(int(rest)) if kind == "band" else _NAMED[name]

@@ -139,7 +139,7 @@ class Operand:
         return product
 
     def factors(self, m: int, n: int, k: int, cover: str) -> tuple[str, str]:
-        """Return the two factors of the product, as text. `cover` is the name of its cover."""
+        """Return the two factors of the product, as text. `cover` is the label of its cover."""
         return f"op(A) {m} x {k}", f"op(B) {k} x {n}"
 
     @property
@@ -474,7 +474,7 @@ class GemmProblem:
 
     @property
     def factors(self) -> tuple[str, str]:
-        return self.b.factors(self.m, self.n, self.k, self.cover.name)
+        return self.b.factors(self.m, self.n, self.k, self.cover.label)
 
     @cached_property
     def itemsizes(self) -> dict[str, int]:

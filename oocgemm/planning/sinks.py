@@ -34,7 +34,7 @@ STEPS = {
     "root": "the square root of c",
     "identical": "value where u[i] = v[j], unless c is NaN; c elsewhere",
     "squared": "c^2 - value (1 - c^2)",
-    "within": "c where u[i] and v[j] differ by at most value; 0 elsewhere",
+    "within": "c where u[i] <= v[j]; elsewhere 0, or NaN if value is not 0",
 }
 # The steps that read D, and the steps whose vectors u and v are computed from the operands.
 _MERGING = ("add", "divide", "divide_or_zero")

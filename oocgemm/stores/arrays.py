@@ -368,6 +368,7 @@ class Rule:
         scales: factors for the rows and for the columns of C. The products are clipped to [-1, 1] and are the
             scores. If `scales` is None, the elements themselves are the scores.
         symmetric: whether C is symmetric. Only elements of its lower triangle are then added.
+        once: with `symmetric`, whether each pair is kept once, right of the diagonal.
     """
 
     threshold: float
@@ -375,6 +376,7 @@ class Rule:
     excludes_self: bool
     scales: Array | None = None
     symmetric: bool = True
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -469,11 +471,14 @@ class SparseMatrix(InProcess):
 
     def _parts_of(self, found: _Part | _Found) -> tuple[_Part, ...]:
         part = found.part() if isinstance(found, _Found) else found
-        return (part, part.mirrored()) if self._rule.symmetric else (part,)
+        if not self._rule.symmetric or part.mirrors:
+            return (part,)
+        return (part.mirrored(),) if self._rule.once else (part, part.mirrored())
 
     def _add(self, part: _Part | _Found, count: int) -> None:
         with self._adding:
-            self._bytes += (1 + self._rule.symmetric) * count * (8 + self.dtype.itemsize)
+            sides = 2 if self._rule.symmetric and not self._rule.once else 1
+            self._bytes += sides * count * (8 + self.dtype.itemsize)
             if self._bytes > self._limit:
                 self._pool.shutdown(wait=False, cancel_futures=True)
                 raise ExecutionError(
@@ -485,13 +490,14 @@ class SparseMatrix(InProcess):
 
     def state(self) -> list[State]:
         """Return the kept elements, for `merge` in another process. Call this method after the last write."""
-        parts = (part for each in self._parts for part in each.result() if not part.mirrors)
+        once = self._rule.once
+        parts = (part for each in self._parts for part in each.result() if part.mirrors == once)
         return [(part.rows, part.cols, part.counts, part.columns, part.scores) for part in parts]
 
     def merge(self, state: Sequence[State]) -> None:
         """Add the elements that another process has kept. That process must have written other tiles."""
         for rows, cols, counts, columns, scores in state:
-            self._add(_Part(rows, cols, counts, columns, scores), len(columns))
+            self._add(_Part(rows, cols, counts, columns, scores, self._rule.once), len(columns))
 
     def csr(self) -> tuple[Array, Array, Array]:
         """Return all elements row by row, in ascending order of columns: row starts, columns, and scores."""

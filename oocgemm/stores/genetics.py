@@ -119,6 +119,30 @@ def on_chromosomes(words: Sequence[str], paths: Sequence[str], given: Chromosome
     return np.asarray(wanted[inverse])
 
 
+def places_of(paths: Sequence[Path]) -> tuple[Array, Array, Array]:
+    """Return chromosomes and positions of the variants of .bed files, from columns 1, 3 and 4 of .bim files.
+
+    Columns 3 and 4 are positions in centimorgans and in base pairs. Raises `InputError` for wrong lines.
+    """
+    chromosomes, positions = list[str](), list[tuple[float, float]]()
+    for place in (path.with_suffix(".bim") for path in paths):
+        try:
+            with open(place, encoding="utf-8", errors="surrogateescape") as file:
+                for number, line in enumerate(file, 1):
+                    try:
+                        name, _, genetic, physical = line.split(maxsplit=4)[:4]
+                        positions.append((float(genetic), float(physical)))
+                    except ValueError:
+                        raise InputError(
+                            f"line {number} of {place} has no chromosome, ID and positions: {line[:60]!r}"
+                        ) from None
+                    chromosomes.append(_code(name))
+        except OSError as error:
+            raise InputError(f"{place} cannot be read: {error.strerror}") from error
+    numbers = np.array(positions, np.float64).reshape(-1, 2)
+    return np.array(chromosomes, str), numbers[:, 0], numbers[:, 1]
+
+
 def _matching(entry: str, known: Sequence[str], *, human: bool) -> list[bool]:
     if entry == ALL:
         return [True] * len(known)

@@ -553,14 +553,18 @@ def check_free(path: str, wanted: int = 0) -> None:
     check_new("the result", path, wanted)
 
 
-def save_arrays(path: str, arrays: Mapping[str, Array]) -> None:
-    """Write arrays to a new zarr group, and rename it into place when complete. Raises `InputError`."""
+def save_arrays(path: str, arrays: Mapping[str, Array], attributes: Mapping[str, Any] | None = None) -> None:
+    """Write arrays to a new zarr group, and rename it into place when complete. Raises `InputError`.
+
+    `attributes` are those of the group.
+    """
     import zarr
 
     check_free(path)
     unfinished = f"{path.rstrip('/')}.unfinished"
     try:
-        group = zarr.create_group(unfinished, overwrite=True)  # a killed run may have left such a group
+        # A killed run may have left such a group.
+        group = zarr.create_group(unfinished, overwrite=True, attributes=dict(attributes or {}))
         for name, array in arrays.items():
             rows = max(1, CHUNK_BYTES * max(1, len(array)) // max(1, array.nbytes))
             chunks = (min(rows, max(1, len(array))), *(max(1, extent) for extent in array.shape[1:]))
@@ -570,3 +574,12 @@ def save_arrays(path: str, arrays: Mapping[str, Array]) -> None:
         raise InputError(f"a zarr group cannot be written to {path}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def save_sparse(path: str, shape: tuple[int, int], starts: Array, indices: Array, data: Array) -> None:
+    """Write a matrix in CSR form to a new zarr group, as AnnData stores it. Raises `InputError`.
+
+    The format is that of https://anndata.readthedocs.io/en/latest/fileformat-prose.html#sparse-arrays.
+    """
+    attributes = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(shape)}
+    save_arrays(path, {"data": data, "indices": indices, "indptr": starts}, attributes)

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
-from oocgemm.jobs.options import LdScoresArguments, documented
-from oocgemm.jobs.request import Reduction, parse_gram
+from oocgemm.jobs.options import LdScoresArguments, check_choices, documented
+from oocgemm.jobs.request import Reduction, Request, parse_gram
 from oocgemm.jobs.run import Plan, Result, outcome
-from oocgemm.jobs.steps import Coefficients, Squared, Within
+from oocgemm.jobs.steps import AnyStep, Coefficients, Squared
+from oocgemm.jobs.windows import band_of, places, within
+from oocgemm.stores import Array
 from oocgemm.values import dataclass
 from oocgemm.verbs.correlation import with_constant
 from oocgemm.verbs.similarity import check_options
@@ -47,9 +49,12 @@ def ld_scores(x: Operand, *, dry_run: Literal[True], **options: Unpack[LdScoresA
 def ld_scores(
     x: Operand,
     *,
-    window: int | None = None,
+    window: float | None = None,
+    unit: str = "variants",
+    positions: Any = None,
+    chromosomes: Any = None,
     axis: int = 1,
-    adjusted: bool = True,
+    adjusted: bool = False,
     constant: str = "raise",
     dry_run: bool = False,
     **options: Unpack[SimilarityOptions],
@@ -74,28 +79,24 @@ def ld_scores(
 
     >>> import oocgemm
     >>> x = [[0, 0, 2], [1, 1, 0], [2, 2, 1], [0, 1, 1]]
-    >>> oocgemm.ld_scores(x, window=1, adjusted=False, backend="host").scores.round(4)
+    >>> oocgemm.ld_scores(x, window=1, backend="host").scores.round(4)
     array([1.7273, 1.9773, 1.25  ])
     """
     check_options("ld_scores", options, SimilarityOptions)
-    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 0:
-        raise InputError(f"window = {window!r} is not a number of variants: pass one such as 1000")
-    if constant not in ("raise", "drop"):
-        raise InputError(f"constant = {constant!r}: choose raise or drop")
+    if window is None:
+        raise InputError(f"window = None is not a number of {unit}: pass one such as 1000")
     shape = stores.open_matrix("X", stores.located("X", x), decode=False).shape
     individuals = shape[1 - axis] if axis in (0, 1) else 0
     if adjusted and axis in (0, 1) and individuals < 3:
         raise InputError(
-            f"X has {individuals} individuals, and adjusted scores need at least 3: pass adjusted=False "
-            "(--not-adjusted), or the other axis"
+            f"X has {individuals} individuals, and adjusted scores need at least 3: pass adjusted=False, or "
+            "the other axis"
         )
-    steps = Coefficients(), Squared(1 / (individuals - 2) if adjusted else 0.0), Within(int(window))
-    given: dict[str, Any] = {**options, "epilogue": steps}
-    request = parse_gram(x, None, axis, "full", given)  # type: ignore[arg-type]
-    request = replace(request, into=Reduction(("X", "X"), True, "sum", width=int(window)))
-    request = request.with_operands(standardize="scale", impute=True)
-    if not dry_run:
-        request = with_constant(request, constant)
+    where = {"window": window, "unit": unit, "positions": positions, "chromosomes": chromosomes}
+    request, firsts = near(x, axis, constant, where, dict[str, Any](options), dry_run=dry_run)
+    bias = 1 / (individuals - 2) if adjusted else 0.0
+    steps: tuple[AnyStep, ...] = Coefficients(), Squared(bias), *within(firsts, both=True)
+    into = Reduction(("X", "X"), True, "sum", band=band_of(firsts))
 
     def scored(result: Result) -> LDScores:
         scores = np.full(shape[axis], np.nan)
@@ -103,4 +104,22 @@ def ld_scores(
         scores[slice(None) if kept is None else kept] = np.asarray(result.out)[:, 0]
         return LDScores(scores, replace(result, c=None))
 
-    return outcome(request, scored, dry_run=dry_run)
+    return outcome(replace(request, into=into, epilogue=steps), scored, dry_run=dry_run)
+
+
+def near(
+    x: Operand, axis: int, constant: str, where: dict[str, Any], options: dict[str, Any], *, dry_run: bool
+) -> tuple[Request, Array]:
+    """Return a request of correlations of variants, and the first variant that is near each of them.
+
+    Both count only the variants that are used. `where` has the options of the window. A dry run reads no
+    genotypes, so that all variants are used.
+    """
+    check_choices("ld_scores", constant=constant, unit=where["unit"])
+    x = stores.located("X", x)
+    request = parse_gram(x, None, axis, "full", options)  # type: ignore[arg-type]
+    found = places(x, axis, stores.open_matrix("X", x, decode=False).shape[axis], **where)
+    request = request.with_operands(standardize="scale", impute=True)
+    if not dry_run:
+        request = with_constant(request, constant)
+    return request, found.kept(request.a.kept).firsts()

@@ -342,8 +342,9 @@ CHAINS = {
     "squared": (
         Step("correlation", True, True, 0.7),
         Step("squared", value=0.25),
-        Step("within", True, True, 1.0),
+        Step("within", True, True, 0.0),
     ),
+    "near": (Step("correlation", True, True, 0.7), Step("within", True, True, 1.0)),
     "distance": (Step("distance", True, True, 0.3), Step("identical", True, True, 0.0), Step("root")),
     "nearness": (Step("distance", True, True, -1.0),),
     "jaccard": (Step("jaccard", True, True), Step("scale", value=-1.0)),

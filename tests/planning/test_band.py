@@ -23,7 +23,7 @@ from oocgemm.planning import (
     make_plan,
     shared_plan,
 )
-from oocgemm.planning.cover import Band, Triangle, cover_of
+from oocgemm.planning.cover import Band, Halved, Triangle, Windows, cover_of
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Placing, cached_of_lines
 from tests.support.problems import integers
@@ -71,8 +71,46 @@ def test_tiles_are_those_with_an_element_of_the_band(n: int, width: int, side: i
         assert own == sorted(own)
 
 
+@given(data=st.data(), n=st.integers(1, 40), block=st.integers(1, 9), side=st.integers(1, 12))
+@settings(max_examples=examples(200), deadline=None)
+def test_tiles_are_those_with_an_element_of_the_windows(
+    data: st.DataObject, n: int, block: int, side: int
+) -> None:
+    tops = range(0, n, block)
+    drawn = sorted(data.draw(st.lists(st.integers(0, n), min_size=len(tops), max_size=len(tops))))
+    firsts = tuple(min(*pair) for pair in zip(drawn, tops, strict=True))
+    windows, rows = Windows(block=block, firsts=firsts), np.arange(n)
+    first = np.array(firsts)[rows // block]
+    lower = (first[:, None] <= rows) & (rows <= rows[:, None])
+    for cover, inside in ((windows, lower | lower.T), (Halved(band=windows), lower)):
+        assert cover_of(cover.name) == cover
+        assert cover.elements(n, n) == np.count_nonzero(inside)
+        lines = -(-n // side)
+        needed = {(int(i) // side, int(j) // side) for i, j in np.argwhere(inside)}
+        columns = [cover.columns(i, lines, side) for i in range(lines)]
+        assert {(i, j) for i, span in enumerate(columns) for j in range(*span)} == needed
+        assert cover.count(lines, lines, side) == len(needed)
+        for band in (1, 3):
+            order = cover.order(lines, band, side)
+            assert len(order) == len(needed)
+            assert set(order) == needed
+
+
+@given(n=st.integers(1, 40), width=WIDTHS, side=st.integers(1, 12))
+@settings(max_examples=examples(100), deadline=None)
+def test_half_of_a_band_has_its_lower_triangle(n: int, width: int, side: int) -> None:
+    rows, cols = np.indices((n, n))
+    cover, inside, lines = Halved(band=Band(width)), (rows >= cols) & (rows - cols <= width), -(-n // side)
+    assert cover.elements(n, n) == np.count_nonzero(inside)
+    needed = {(int(i) // side, int(j) // side) for i, j in np.argwhere(inside)}
+    assert sorted(cover.order(lines, 2, side)) == sorted(needed)
+    assert cover.count(lines, lines, side) == len(needed)
+
+
 def test_bands_have_names() -> None:
     assert cover_of("band 7") == Band(7)
+    assert cover_of("lower band 7") == Halved(band=Band(7))
+    assert (Windows(block=2, firsts=(0, 1)).name, Windows().label) == ("windows 2 0 1", "windows")
     problem = summed(9, 4, 7)
     assert GemmProblem.recorded(problem.record()) == problem
     assert problem.record()["gram"] == "band 7"

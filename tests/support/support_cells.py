@@ -79,7 +79,19 @@ def _kernel(x: Array) -> Array:
 def _ld_scores(x: Array) -> Array:
     squares = np.corrcoef(x.T) ** 2
     near = np.abs(np.subtract.outer(*2 * (np.arange(len(squares)),))) <= 3
-    return np.where(near, squares - (1 - squares) / (len(x) - 2), 0).sum(axis=1)
+    return np.where(near, squares, 0).sum(axis=1)
+
+
+def _ld(x: Array) -> Array:
+    r = np.corrcoef(x.T)
+    later = np.subtract.outer(*2 * (np.arange(len(r)),)).T
+    return np.where((later > 0) & (later <= 3) & (r * r >= 0.02), r, 0)
+
+
+def _dense(found: Any) -> Array:
+    c = np.zeros((len(found.indptr) - 1,) * 2)
+    c[np.repeat(np.arange(len(c)), np.diff(found.indptr)), found.indices] = found.r
+    return c
 
 
 def _distances(x: Array) -> Array:
@@ -122,6 +134,7 @@ CALLS: Mapping[str, Call] = {
         stores=False,
         to=oocgemm.Reduce("sum"),
     ),
+    "ld": Call(oocgemm.ld, _dense, _ld, stores=False, window=3, min_r2=0.02),
     "ld_scores": Call(oocgemm.ld_scores, lambda found: found.scores, _ld_scores, stores=False, window=3),
 }
 
@@ -135,7 +148,7 @@ def run(cell: Cell, folder: Path) -> None:
             for name, array, kind in zip("ab", (A, B), kinds, strict=True)
         )
         # Centers are per index along k: per row where columns are compared.
-        mean = A.mean(axis=1, keepdims=True) if cell.verb == "ld_scores" else A.mean(axis=0)
+        mean = A.mean(axis=1, keepdims=True) if cell.verb in ("ld", "ld_scores") else A.mean(axis=0)
         expected = CALLS[cell.verb].expected(A - mean if cell.operand == "transformed" else A)
         if cell.executor == "service":
             np.testing.assert_array_equal(_job(cell, folder, a, b), expected)

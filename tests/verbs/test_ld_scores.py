@@ -18,7 +18,7 @@ GENOTYPES = RNG.integers(0, 3, (40, 90)).astype(np.int8)
 Array = Any
 
 
-def expected(x: Array, window: int, *, adjusted: bool = True) -> Array:
+def expected(x: Array, window: int, *, adjusted: bool = False) -> Array:
     """Sum the squares over the rows of the whole matrix of correlations of columns."""
     r = np.corrcoef(x.T).reshape(x.shape[1], x.shape[1])
     squares = r**2 - adjusted * (1 - r**2) / (len(x) - 2)
@@ -88,9 +88,19 @@ def test_variants_without_variation_are_refused_or_left_out() -> None:
     ("message", "options"),
     [
         ("window = None is not a number of variants", {}),
+        ("window = 1.5 is not a number of variants", {"window": 1.5}),
+        ("window = inf is not a distance in kb", {"window": np.inf, "unit": "kb"}),
+        ("unit = 'mb': choose one of variants, kb, cm", {"window": 1, "unit": "mb"}),
+        ("unit = 'kb' needs the positions", {"window": 1, "unit": "kb"}),
+        ("positions are not used", {"window": 1, "positions": np.arange(90)}),
+        ("chromosomes have shape", {"window": 1, "chromosomes": np.arange(9)}),
+        ("on 2 chromosomes, in 90 runs", {"window": 1, "chromosomes": np.arange(90) % 2}),
+        ("variant 1 of X is at position 8, and", {"window": 1, "unit": "cm", "positions": 9 - np.arange(90)}),
+        ("or not finite", {"window": 1, "unit": "cm", "positions": np.full(90, np.nan)}),
+        ("positions at no.npy cannot be read", {"window": 1, "unit": "cm", "positions": "no.npy"}),
         ("window = -1 is not a number", {"window": -1}),
         ("window = True is not", {"window": True}),
-        ("constant = 'nan': choose raise or drop", {"window": 1, "constant": "nan"}),
+        ("constant = 'nan': choose one of raise, drop", {"window": 1, "constant": "nan"}),
         ("axis = 2", {"window": 1, "axis": 2}),
     ],
 )
@@ -98,7 +108,7 @@ def test_wrong_options_are_named(message: str, options: Any) -> None:
     with pytest.raises(oocgemm.InputError, match=message):
         oocgemm.ld_scores(GENOTYPES, backend="host", **options)
     with pytest.raises(oocgemm.InputError, match="X has 2 individuals, and adjusted scores need at least 3"):
-        oocgemm.ld_scores(GENOTYPES[:2], window=1, backend="host")
+        oocgemm.ld_scores(GENOTYPES[:2], window=1, adjusted=True, backend="host")
 
 
 def test_the_command_saves_the_scores(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def _changed(
             c *= c
             c -= step.value * (1 - c)
         case "within":
-            c[~(np.abs(u - v) <= step.value)] = 0
+            c[~(u <= v)] = np.nan if step.value else 0
         case _:
             raise AssertionError(f"{step} is unknown")
     return c
