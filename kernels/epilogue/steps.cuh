@@ -76,7 +76,7 @@ __device__ inline double squared(double c, const step_t& s, long long, long long
 
 // NaN becomes 0, too, where it is outside.
 __device__ inline double within(double c, const step_t& s, long long i, long long j, double) {
-    return number(s.rows, i) <= number(s.cols, j) ? c : s.value == 0 ? 0 : __builtin_nan("");
+    return number(s.rows, i) <= number(s.cols, j) ? c : s.value == 0 ? 0 : nan("");
 }
 
 #define OOC_STEP(name, number) c = name(c, chain.steps[number], i, j, d);
