@@ -32,6 +32,7 @@ from oocgemm.jobs.option_groups import (
     Option,
     Options,
     PairOptions,
+    PathLike,
     PcaOptions,
     PlanOptions,
     SelectionOptions,

@@ -1,9 +1,7 @@
 """Windows of variants: which variants are near one another on a chromosome, by number or by distance."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +10,11 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.steps import Within
 from oocgemm.planning.cover import Band, Windows
-from oocgemm.stores import Array
-from oocgemm.stores.genetics import is_bed, places_of
+from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.values import dataclass
 
-# Units of windows. Positions are in base pairs for "kb", and in centimorgans for "cm".
-UNITS = ("variants", "kb", "cm")
+# Units of distances, in the order of positions in .bim files: centimorgans, and thousands of base pairs.
+UNITS = ("cm", "kb")
 # A band is at most this many blocks of rows, each with the reach of its widest row.
 MAX_BLOCKS = 1024
 
@@ -60,59 +57,46 @@ class Places:
 
 
 def places(
-    x: Any,
-    axis: int,
-    count: int,
-    *,
-    window: float | None,
-    unit: str,
-    positions: Any,
-    chromosomes: Any,
+    matrix: Matrix, axis: int, *, window: float | None, unit: str, positions: Any, chromosomes: Any
 ) -> Places:
-    """Return where the variants of X are. Raises `InputError` for a wrong window, or wrong positions.
+    """Return where the variants along an axis of a matrix are. Raises `InputError` for a wrong window.
 
-    `x` has `count` variants along `axis`. If positions or chromosomes are not given, those of .bim files
-    beside X are used.
+    Positions and chromosomes that are not given are those that .bim files have. Raises `InputError` if they
+    are unknown or not in order.
     """
     real = isinstance(window, int | float | np.number) and not isinstance(window, bool)
     if window is not None and not (real and 0 <= window < inf and (unit != "variants" or window % 1 == 0)):
-        what = (
-            "a number of variants: pass one such as 1000" if unit == "variants" else f"a distance in {unit}"
-        )
-        raise InputError(f"window = {window!r} is not {what}")
-    paths = _bed_files(x, axis)
-    stored = places_of(paths) if paths else None
-    if stored is not None and len(stored[0]) != count:
-        stored = None  # the files are joined along individuals
+        what = "number of variants" if unit == "variants" else f"distance in {unit}"
+        raise InputError(f"window = {window!r} is not a {what}: pass one such as 1000")
+    named = matrix if isinstance(matrix, Genotypes) and matrix.variant_axis == axis else None
+    count = matrix.shape[axis]
     of_each = _given("chromosomes", chromosomes, count)
-    if of_each is None and stored is not None:
-        of_each = stored[0]
-    numbers = np.zeros(count, np.int64)
-    if of_each is not None and count:
-        numbers = np.append(0, np.cumsum(of_each[1:] != of_each[:-1]))
-        names, parts = np.unique(of_each), int(numbers[-1]) + 1
-        if len(names) != parts:
-            raise InputError(
-                f"X has variants on {len(names)} chromosomes, in {parts} runs of variants on one chromosome: "
-                "sort the variants by chromosome"
-            )
+    if of_each is None:
+        of_each = np.zeros(count) if named is None else np.array(named.chromosomes(), str)
+    numbers = np.append(0, np.cumsum(of_each[1:] != of_each[:-1]))[:count]
+    found, runs = len(np.unique(of_each)), int(numbers.max(initial=-1)) + 1
+    if found != runs:
+        raise InputError(
+            f"{matrix.name} has variants on {found} chromosomes, in {runs} runs of variants on one "
+            "chromosome: sort the variants by chromosome"
+        )
     reach = inf if window is None else float(window)
+    at = _given("positions", positions, count)
     if unit == "variants":
-        if positions is not None:
+        if at is not None:
             raise InputError("positions are not used with unit = 'variants': drop them, or pass unit='kb'")
         return Places(numbers, None, reach)
-    at = _given("positions", positions, count)
     if at is None:
-        if stored is None:
+        if named is None:
             raise InputError(
-                f"unit = {unit!r} needs the positions of variants, and X has no .bim file with them: pass "
-                "positions, a number per variant"
+                f"unit = {unit!r} needs the positions of variants, and {matrix.name} has no .bim file with "
+                "them: pass positions, a number per variant"
             )
-        at = stored[1 if unit == "cm" else 2]
+        at = np.array(named.positions(), np.float64).reshape(count, 2)[:, UNITS.index(unit)]
         if unit == "cm" and count and not at.any():
             raise InputError(
-                f"all genetic positions in {paths[0].with_suffix('.bim')} (column 3) are 0: pass positions, "
-                "in centimorgans, or unit='kb'"
+                f"all positions in centimorgans in the .bim file of {matrix.name} (column 3) are 0: pass "
+                "positions, or unit='kb'"
             )
     if at.dtype.kind not in "fiu" or not np.isfinite(at).all():
         raise InputError(
@@ -122,8 +106,9 @@ def places(
     if (wrong := np.flatnonzero((np.diff(at) < 0) & (np.diff(numbers) == 0))).size:
         which = int(wrong[0]) + 1
         raise InputError(
-            f"variant {which} of X is at position {at[which]:g}, and the one before it at {at[which - 1]:g} "
-            f"(one of {wrong.size} such variants): sort the variants, or pass the chromosomes of variants"
+            f"variant {which} of {matrix.name} is at position {at[which]:g}, and the one before it at "
+            f"{at[which - 1]:g} (one of {wrong.size} such variants): sort the variants, or pass the "
+            "chromosomes of variants"
         )
     return Places(numbers, at, 1000 * reach if unit == "kb" else reach)
 
@@ -149,13 +134,6 @@ def within(firsts: Array, *, both: bool) -> tuple[Within, ...]:
     return (left, Within(-own, -first)) if both else (left,)
 
 
-def _bed_files(x: Any, axis: int) -> list[Path]:
-    """Return the .bed files of which X consists, with variants along `axis`; none if it has other parts."""
-    found: Sequence[Any] = stores.leaves(x)
-    fits = axis == 1 and all(isinstance(leaf, str) and is_bed(leaf) for leaf in found)
-    return [Path(leaf) for leaf in found] if fits else []
-
-
 def _given(name: str, given: Any, count: int) -> Array | None:
     """Return an option with an element per variant as an array. A path is that of a .npy file."""
     if given is None:
@@ -167,5 +145,7 @@ def _given(name: str, given: Any, count: int) -> Array | None:
             raise InputError(f"{name} at {given} cannot be read: {error}: pass a .npy file") from error
     found = np.asarray(given)
     if found.shape != (count,):
-        raise InputError(f"{name} have shape {found.shape}, and X has {count} variants: pass one per variant")
+        raise InputError(
+            f"{name} have shape {found.shape}, and there are {count} variants: pass one per variant"
+        )
     return found

@@ -265,6 +265,9 @@ class Genotypes(Matrix, Protocol):
     def variant_ids(self) -> Sequence[str]:
         """Return the ID of each variant. Raises `InputError`."""
 
+    def positions(self) -> Sequence[tuple[float, float]]:
+        """Return the positions of each variant, in centimorgans and in base pairs. Raises `InputError`."""
+
 
 def memory(matrix: Matrix) -> Array:
     """Return the elements of a matrix as an array. The matrix must have `Addressed.memory`."""

@@ -119,30 +119,6 @@ def on_chromosomes(words: Sequence[str], paths: Sequence[str], given: Chromosome
     return np.asarray(wanted[inverse])
 
 
-def places_of(paths: Sequence[Path]) -> tuple[Array, Array, Array]:
-    """Return chromosomes and positions of the variants of .bed files, from columns 1, 3 and 4 of .bim files.
-
-    Columns 3 and 4 are positions in centimorgans and in base pairs. Raises `InputError` for wrong lines.
-    """
-    chromosomes, positions = list[str](), list[tuple[float, float]]()
-    for place in (path.with_suffix(".bim") for path in paths):
-        try:
-            with open(place, encoding="utf-8", errors="surrogateescape") as file:
-                for number, line in enumerate(file, 1):
-                    try:
-                        name, _, genetic, physical = line.split(maxsplit=4)[:4]
-                        positions.append((float(genetic), float(physical)))
-                    except ValueError:
-                        raise InputError(
-                            f"line {number} of {place} has no chromosome, ID and positions: {line[:60]!r}"
-                        ) from None
-                    chromosomes.append(_code(name))
-        except OSError as error:
-            raise InputError(f"{place} cannot be read: {error.strerror}") from error
-    numbers = np.array(positions, np.float64).reshape(-1, 2)
-    return np.array(chromosomes, str), numbers[:, 0], numbers[:, 1]
-
-
 def _matching(entry: str, known: Sequence[str], *, human: bool) -> list[bool]:
     if entry == ALL:
         return [True] * len(known)
@@ -267,6 +243,18 @@ class BedMatrix(ReadOnly):
     def variant_ids(self) -> list[str]:
         """Return the ID of each variant."""
         return [line[1] if len(line) > 1 else "" for line in _described(self._path)]
+
+    def positions(self) -> list[tuple[float, float]]:
+        """Return the positions of each variant, in centimorgans and in base pairs."""
+        found = list[tuple[float, float]]()
+        for number, line in enumerate(_described(self._path), 1):
+            try:
+                genetic, physical = line[2].split(maxsplit=2)[:2]
+                found.append((float(genetic), float(physical)))
+            except (IndexError, ValueError):
+                place = self._path.with_suffix(".bim")
+                raise InputError(f"line {number} of {place} has no two positions after its ID") from None
+        return found
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         variants, individuals, block = (rows, cols, out) if self._by_variant else (cols, rows, out.T)

@@ -338,3 +338,7 @@ class JoinedGenotypes(JoinedMatrix):
     def variant_ids(self) -> Sequence[str]:
         """Return the ID of each variant."""
         return [name for part in self.parts for name in part.variant_ids()]
+
+    def positions(self) -> Sequence[tuple[float, float]]:
+        """Return the positions of each variant, in centimorgans and in base pairs."""
+        return [at for part in self.parts for at in part.positions()]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from oocgemm.stores.base import BATCH_BYTES, Array, Composite, Matrix, Store, Vi
 from oocgemm.stores.capabilities import Genotypes
 from oocgemm.stores.declared import NOTHING, Declared
 from oocgemm.values import dataclass
+
+T = TypeVar("T")
 
 LINES = ("rows", "columns")
 # Lines are read one by one, without those between them, if fewer than one in MAX_GAPS is kept.
@@ -277,5 +279,9 @@ class KeptGenotypes(KeptMatrix):
         """Return the ID of each variant."""
         return self._of_variants(self._matrix.variant_ids())
 
-    def _of_variants(self, found: Sequence[str]) -> Sequence[str]:
+    def positions(self) -> Sequence[tuple[float, float]]:
+        """Return the positions of each variant, in centimorgans and in base pairs."""
+        return self._of_variants(self._matrix.positions())
+
+    def _of_variants(self, found: Sequence[T]) -> Sequence[T]:
         return [found[number] for number in self.kept] if self.axis == self.variant_axis else found

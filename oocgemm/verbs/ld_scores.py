@@ -116,9 +116,8 @@ def near(
     genotypes, so that all variants are used.
     """
     check_choices("ld_scores", constant=constant, unit=where["unit"])
-    x = stores.located("X", x)
     request = parse_gram(x, None, axis, "full", options)  # type: ignore[arg-type]
-    found = places(x, axis, stores.open_matrix("X", x, decode=False).shape[axis], **where)
+    found = places(stores.open_matrix("X", stores.located("X", x), decode=False), axis, **where)
     request = request.with_operands(standardize="scale", impute=True)
     if not dry_run:
         request = with_constant(request, constant)

@@ -197,7 +197,7 @@ def test_a_bim_file_gives_chromosomes_and_positions(tmp_path: Path) -> None:
     found = oocgemm.ld(str(tmp_path / "x.bed"), window=0.1, unit="cm", min_r2=0.01, backend="host")
     np.testing.assert_array_equal(~np.isnan(dense(found)), ~np.isnan(c))
     (tmp_path / "x.bim").write_text("".join(f"1\tv{i}\t0\t{i}\tA\tC\n" for i in range(30)))
-    with pytest.raises(oocgemm.InputError, match=r"genetic positions.*column 3"):
+    with pytest.raises(oocgemm.InputError, match=r"centimorgans.*column 3"):
         oocgemm.ld(str(tmp_path / "x.bed"), window=1, unit="cm", backend="host")
     (tmp_path / "x.bim").write_text("1\tv\tx\t7\tA\tC\n" * 30)
     with pytest.raises(oocgemm.InputError, match="line 1 of"):
