@@ -9,6 +9,9 @@
 // overflows, it is sorted and cut to `count` elements again. After the first few thousand elements of a row, hardly
 // any element is appended, and the kernel is bound by memory.
 //
+// If `count` elements do not fit into a buffer (OOC_FAR), they stay in kept[i]. The buffer has only the elements that are
+// appended, and is merged with kept[i] when it is full and when the row ends.
+//
 // Elements are ranked by keys (rank_t). A key is an unsigned integer. Its upper half is made of the bits of the score,
 // such that larger scores have larger keys. Its lower half is the inverted number of the column.
 //
@@ -16,13 +19,15 @@
 // are rows of the upper triangle.
 //
 // Macros: those of selection/element.cuh, and
-//   OOC_ROOM         elements in the buffer of a warp: a power of two, at least count + 64
+//   OOC_FAR          1: the selected elements of a row stay in kept
+//   OOC_ROOM         elements in the buffer of a warp: a power of two, at least 64, and without OOC_FAR count + 64
 // Launch: blocks of one warp per row, or per column. The grid may have fewer warps than there are rows or columns.
 // Dynamic shared memory: OOC_ROOM keys per warp. For topk_columns, the number of warps of a block is a power of two, and
 // if it is not 1, memory for 32 * UNROLL + 32 / warps scores more per warp.
 #include "selection/element.cuh"
 
 constexpr int ROOM = OOC_ROOM;
+constexpr bool FAR = OOC_FAR;
 
 #if OOC_WIDE
 struct alignas(16) rank_t {
@@ -77,27 +82,73 @@ __device__ inline void sort(rank_t* keys, int used, int lane) {
     }
 }
 
-// What a warp has selected of a row: keys[0..used), and the rank and the score below which nothing is appended.
+// What a warp has selected of a row: keys[0..used), and the rank and the score below which nothing is appended. With FAR,
+// also the `count` elements `best`.
 struct Selected {
     rank_t* keys;
-    int used;
+    element_t* best;
+    int count, used;
     bool changed;
     rank_t least;
     score_t bound;
 
-    __device__ inline void begin(const element_t* best, int count, int lane) {
-        for (int e = lane; e < count; e += 32) keys[e] = key_of(best[e].score, best[e].column);
+    __device__ inline rank_t ranked(int e) const { return key_of(best[e].score, best[e].column); }
+
+    __device__ inline void begin(element_t* kept, int size, int lane) {
+        best = kept;
+        count = size;
+        for (int e = lane; !FAR && e < count; e += 32) keys[e] = ranked(e);
         __syncwarp();
-        used = count;
         changed = false;
-        least = keys[count - 1];
+        restart();
+    }
+
+    __device__ inline void restart() {
+        used = FAR ? 0 : count;
+        least = FAR ? ranked(count - 1) : keys[count - 1];
         bound = score_of(least);
+    }
+
+    // Returns how many of the sorted keys rank above a key.
+    __device__ inline int above(rank_t key) const {
+        int low = 0, high = used;
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (below(key, keys[middle]))
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        return low;
+    }
+
+    // Sorts the keys. With FAR, merges them with `best`. Elements move towards the end, so the last ones move first. An
+    // element e that `shift` keys rank above moves by as many places. The keys between elements e - 1 and e follow e - 1.
+    __device__ inline void merge(int lane) {
+        sort(keys, used, lane);
+        if (!FAR) return;
+        for (int top = (count - 1) / 32 * 32; top >= 0; top -= 32) {
+            const int e = top + lane;
+            element_t old;
+            int before = 0, shift = 0;
+            if (e < count) {
+                old = best[e];
+                before = e ? above(ranked(e - 1)) : 0;
+                shift = above(key_of(old.score, old.column));
+            }
+            if (!__ballot_sync(ALL, shift > 0)) break;
+            __syncwarp();
+            for (int i = before; i < shift && e + i < count; ++i) best[e + i] = {score_of(keys[i]), column_of(keys[i])};
+            if (shift && e + shift < count) best[e + shift] = old;
+            __syncwarp();
+        }
+        __syncwarp();
     }
 
     // Appends those of 32 * UNROLL scores that rank high enough. The first one is that of column `first`. Scores of
     // the column `own`, and of those from `end` on, are left out.
     __device__ inline void add(
-        const score_t (&scores)[UNROLL], long long first, long long end, long long own, int count, int lane) {
+        const score_t (&scores)[UNROLL], long long first, long long end, long long own, int lane) {
         bool some = false;
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) some |= !(scores[u] < bound);
@@ -114,19 +165,17 @@ struct Selected {
             changed = true;
             __syncwarp();
             if (used > ROOM - 32) {
-                sort(keys, used, lane);
-                used = count;
-                least = keys[count - 1];
-                bound = score_of(least);
+                merge(lane);
+                restart();
                 __syncwarp();
             }
         }
     }
 
-    __device__ inline void end(element_t* best, int count, int lane) {
+    __device__ inline void end(int lane) {
         if (changed) {
-            if (used > count) sort(keys, used, lane);
-            for (int e = lane; e < count; e += 32) best[e] = {score_of(keys[e]), column_of(keys[e])};
+            if (used > (FAR ? 0 : count)) merge(lane);
+            for (int e = lane; !FAR && e < count; e += 32) best[e] = {score_of(keys[e]), column_of(keys[e])};
         }
         __syncwarp();
     }
@@ -149,9 +198,9 @@ extern "C" __global__ void topk(
         for (long long start = 0; start < width; start += 32 * UNROLL) {
             score_t scores[UNROLL];
             read_scores(from, start, width, lane, of_row, scales + first_column, scores);
-            selected.add(scores, first_column + start, first_column + width, own, k, lane);
+            selected.add(scores, first_column + start, first_column + width, own, lane);
         }
-        selected.end(kept + row * count, k, lane);
+        selected.end(lane);
     }
 }
 
@@ -175,8 +224,7 @@ extern "C" __global__ void topk_columns(
          left += static_cast<long long>(gridDim.x) * warps) {
         const long long column = left + across;
         const bool reads = column < columns, searches = left + warp < columns;
-        element_t* best = kept + (left + warp) * count;
-        if (searches) selected.begin(best, k, lane);
+        if (searches) selected.begin(kept + (left + warp) * count, k, lane);
         const score_t of_column = OOC_SCALED && reads ? scales[first_column + column] : score_t(1);
         for (long long top = 0; top < rows; top += 32 * UNROLL) {
             score_t scores[UNROLL];
@@ -201,8 +249,8 @@ extern "C" __global__ void topk_columns(
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u) scores[u] = turned[warp * pitch + u * 32 + lane];
             }
-            selected.add(scores, first_row + top, first_row + rows, -1, k, lane);
+            selected.add(scores, first_row + top, first_row + rows, -1, lane);
         }
-        if (searches) selected.end(best, k, lane);
+        if (searches) selected.end(lane);
     }
 }

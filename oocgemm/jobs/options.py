@@ -116,7 +116,7 @@ class _Similar(TypedDict, total=False):
         int | None,
         Option(
             "Find this many rows for each row, such as 50.",
-            "At most 2048 on cuda. Rows of equal scores are in ascending order of their numbers. Rounding, "
+            "Rows of equal scores are in ascending order of their numbers. Rounding, "
             "which depends on tiles, may make the scores of equally similar rows differ. NaN ranks last.",
             metavar="N",
         ),
@@ -202,7 +202,7 @@ class NeighborsArguments(_Second, _Metric, SimilarityOptions, total=False):
 
     topk: Annotated[
         int | None,
-        Option("Find this many nearest rows for each row, such as 10.", "At most 2040 on cuda.", metavar="N"),
+        Option("Find this many nearest rows for each row, such as 10.", metavar="N"),
     ]
     radius: Annotated[
         float | None,

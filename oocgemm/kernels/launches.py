@@ -16,7 +16,6 @@ from functools import lru_cache
 from math import isnan
 from typing import NamedTuple
 
-from oocgemm.errors import InputError
 from oocgemm.kernels.spec import C_TYPES, Device, Launch, TensorMap
 from oocgemm.planning import Division, GemmProblem, index_bytes
 from oocgemm.planning.cost.coding import ALIGNMENT, FIXED
@@ -24,7 +23,7 @@ from oocgemm.planning.device_memory import SEGMENT
 from oocgemm.planning.elements import MAX_STEPS as MAX_ELEMENT_STEPS
 from oocgemm.planning.elements import ElementStep, missing_code
 from oocgemm.planning.emulation import EXACT_LIMIT, LEVELS, residues
-from oocgemm.planning.sinks import MAX_STEPS, REDUCTIONS, AtLeast, Largest, Reduced, Sink
+from oocgemm.planning.sinks import MAX_STEPS, REDUCTIONS, AtLeast, Reduced
 from oocgemm.planning.tiling import Shape, ceil_div, round_up
 
 # The numbers of thread blocks along x, y and z.
@@ -260,9 +259,9 @@ def reduce_grid(rows: int) -> Grid:
 
 # --- kernels/selection --------------------------------------------------------------------------------------
 
-# Largest number of elements of a row that the kernel selects. The buffer of a warp has room for 64 more, and
-# its size is a power of two.
-MAX_TOPK = 2048
+# Largest number of selected elements of a row that are in the buffer of a warp. It has room for 64 more, and
+# its size is a power of two. More elements stay in device memory, and the buffer has FAR_ROOM others.
+MAX_NEAR, FAR_ROOM = 2048, 2048
 # Maximum bytes of shared memory, and maximum number of warps, of a thread block. All GPUs since sm_75 have
 # this much. Blocks that search columns have more warps: they read as many adjacent columns together.
 _MAX_SHARED, _MAX_WARPS, _MAX_COLUMNS = 64 << 10, 8, 16
@@ -271,24 +270,16 @@ _SCORES = 256
 _MAX_GRID = (1 << 31) - 1
 
 
-def check_sink(sink: Sink) -> None:
-    """Raise `InputError` if `sink` selects more elements per row than the kernels can, `MAX_TOPK`."""
-    if isinstance(sink, Largest) and sink.topk > MAX_TOPK:
-        raise InputError(
-            f"topk = {sink.topk}, but a GPU selects at most {MAX_TOPK} elements of a row: pass a smaller "
-            "topk, or backend='host' (--backend host)"
-        )
-
-
 def _room(count: int) -> int:
     """Return the number of elements in the buffer of a warp."""
-    return int(1 << (count + 63).bit_length())
+    return FAR_ROOM if count > MAX_NEAR else int(1 << (count + 63).bit_length())
 
 
 @lru_cache
 def topk_options(problem: GemmProblem) -> tuple[str, ...]:
     """Return the compiler options of the kernels `topk` and `topk_columns`."""
-    return _selecting(problem, ROOM=_room(problem.sink.per_row))
+    count = problem.sink.per_row
+    return _selecting(problem, ROOM=_room(count), FAR=int(count > MAX_NEAR))
 
 
 @lru_cache

@@ -23,7 +23,7 @@ from oocgemm.verbs.similarity import check_options, selected, selection_of
 
 @dataclass(frozen=True)
 class TopK:
-    """The k largest elements of each row of C, at most 2048 on cuda.
+    """The k largest elements of each row of C.
 
     With `exclude_self`, elements on the diagonal are left out.
     """

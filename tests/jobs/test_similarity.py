@@ -217,11 +217,6 @@ def test_bad_input_is_refused(e: Array, options: Any, message: str) -> None:
         oocgemm.similarity(e, backend="host", **options)
 
 
-def test_a_gpu_refuses_more_rows_than_its_kernel_selects() -> None:
-    with fake_cuda(), pytest.raises(InputError, match="a GPU selects at most 2048"):
-        oocgemm.similarity(np.ones((3000, 1)), topk=2049, backend="cuda")
-
-
 def test_an_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected option 'top'"):
         oocgemm.similarity(np.ones((5, 2)), topk=1, top=3)  # type: ignore[call-overload]

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from oocgemm.backends.base import SELECTED, numpy_dtype
 from oocgemm.backends.host.selection import select
+from oocgemm.kernels import launches
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.launches import MAX_TOPK, columns_launch, topk_launch, topk_options
+from oocgemm.kernels.launches import MAX_NEAR, columns_launch, topk_launch, topk_options
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.device_memory import NONE
@@ -156,9 +157,16 @@ def test_numpy_selects_as_a_sort_does(accumulator: str, case: tuple[int, tuple[i
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("accumulator", ["float32", *slow(("float64",), ("int32",))])
-def test_the_kernel_selects_as_a_sort_does(accumulator: str) -> None:
+@pytest.mark.parametrize("far", [False, True])
+def test_the_kernel_selects_as_a_sort_does(
+    accumulator: str, far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if far:  # no element is in a buffer, which has as few elements as it may have
+        monkeypatch.setattr(launches, "MAX_NEAR", 0)
+        monkeypatch.setattr(launches, "FAR_ROOM", 64)
+
     def kernel(given: GemmProblem, entry: str) -> Callable[..., None]:
-        options = *topk_options(given), "-DDYNAMIC_SHARED=65536"
+        options = *topk_options.__wrapped__(given), "-DDYNAMIC_SHARED=65536"
         return launchers("topk", ("topk", "topk_columns"), options)[entry]
 
     def run(given: GemmProblem, tile: Array, at: tuple[int, int], scales: Array, kept: Array) -> None:
@@ -190,8 +198,8 @@ def test_the_kernel_compiles_without_spills(
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
     cubin = tmp_path / "code.cubin"
     for number, accumulator in enumerate(accumulators):
-        for scaled in (False, True)[number % 2 :]:
-            options = topk_options(problem(accumulator, 50, scaled=scaled))
+        for scaled, topk in ((False, 50), (True, 50), (True, 5000))[number % 2 :]:
+            options = topk_options(problem(accumulator, topk, scaled=scaled))
             cubin.write_bytes(compiled(Nvrtc(), "topk", arch, options))
             for entry in ("topk", "topk_columns"):
                 taken = resources(cubin, entry)
@@ -200,7 +208,7 @@ def test_the_kernel_compiles_without_spills(
 
 def test_a_block_has_shared_memory_for_the_largest_selection() -> None:
     for accumulator in ACCUMULATORS:
-        for topk in (1, 64, 65, MAX_TOPK):
+        for topk in (1, 64, 65, MAX_NEAR):
             launch = topk_launch(problem(accumulator, topk), 1000)
             size = 16 if DTYPES[accumulator] == "void128" else 8
             assert (topk + 64) * size * launch.block[0] // 32 <= launch.shared <= 64 << 10
@@ -241,7 +249,10 @@ def launched(
 
 
 @pytest.mark.parametrize("accumulator", [pytest.param(name, marks=GPU) for name in ACCUMULATORS])
-@pytest.mark.parametrize("case", [*CASES, (50, (300, 9000), [4000]), (MAX_TOPK, (9, 6000), [50, 3000])])
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, (50, (300, 9000), [4000]), (MAX_NEAR, (9, 6000), [50, 3000]), (5000, (40, 20000), [70, 9000])],
+)
 def test_the_kernel_selects_as_a_sort_does_on_a_gpu(
     accumulator: str, case: tuple[int, tuple[int, int], list[int]]
 ) -> None:
@@ -252,5 +263,9 @@ def test_the_kernel_selects_as_a_sort_does_on_a_gpu(
 @pytest.mark.parametrize("accumulator", [pytest.param(name, marks=GPU) for name in ACCUMULATORS])
 def test_the_kernel_selects_of_columns_as_a_sort_does_on_a_gpu(accumulator: str) -> None:
     cases = [*(case[:4] for case in COLUMN_CASES), (50, (9000, 300), [4000], 290)]
-    for topk, shape, cuts, columns in [*cases, (MAX_TOPK, (6000, 9), [50, 3000], 9)]:
+    for topk, shape, cuts, columns in [
+        *cases,
+        (MAX_NEAR, (6000, 9), [50, 3000], 9),
+        (5000, (20000, 40), [70, 9000], 37),
+    ]:
         check_columns(columns_on_gpu, accumulator, topk, shape, cuts, columns)
