@@ -25,7 +25,7 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Chunked, Coding, Layout, Op
-from oocgemm.planning.cost.coding import ENTRIES
+from oocgemm.planning.cost.coding import DECODED
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.base import (
@@ -182,7 +182,8 @@ class SparseOperand(ReadOnly):
 
     def _check(self, piece: Range, indices: Array) -> None:
         """Raise `ExecutionError` for an index outside of the matrix, of the entries in `piece`."""
-        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._width:
+        # As numbers without a sign, negative indices are too large.
+        if len(indices) and not int(indices.view(indices.dtype.str.replace("i", "u")).max()) < self._width:
             at = int(((indices < 0) | (indices >= self._width)).argmax())
             line, other = self._axes
             number = int(np.searchsorted(self._starts, piece[0] + at, "right")) - 1
@@ -307,10 +308,17 @@ class SparseOperand(ReadOnly):
         dense = self.shape[0] * self.shape[1] * self.dtype.itemsize
         entries = int(self._starts[-1]) * (self._indices.dtype.itemsize + self._data.dtype.itemsize)
         share = (entries + 8 * self.shape[0]) / max(1, dense)
-        name = ENTRIES.get(self._indices.dtype.itemsize, "")
+        size = self._indices.dtype.itemsize
+        name = next((name for name, found in DECODED.items() if found.index_bytes == size), "")
         if not (self._ascending and self._by_rows and name) or share > MAX_SHARE:
             return None
-        return Coding(name, self.shape[1] * self.dtype.itemsize, share)
+        # The dense bytes of the lines in a chunk of indices or values. Some arrays have no chunks.
+        chunks = [
+            1 if part.layout.partial_reads else part.layout.read_chunk[1]
+            for part in (self._indices, self._data)
+        ]
+        lines = max(1, max(chunks) * self.shape[0] // max(1, int(self._starts[-1])))
+        return Coding(name, min(lines, self.shape[0]) * self.shape[1] * self.dtype.itemsize, share)
 
     def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
         """Read the starts, the indices and the values of lines into `out`, as `entries_at` places them."""

@@ -43,7 +43,7 @@ from oocgemm.backends.cuda.pageable import cuts
 from oocgemm.kernels.launches import DeviceStrip, batches, shuffle_blocks
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning import Operation, Plan, division_of
-from oocgemm.planning.cost.coding import COMPRESSORS, ENTRIES, DecodingShape
+from oocgemm.planning.cost.coding import COMPRESSORS, DecodingShape, decoded
 from oocgemm.planning.tiling import Range, ceil_div, length
 from oocgemm.stores.codecs import NO_ROOM, NUMBERS, Codec, Fetched, entries_at
 
@@ -245,8 +245,8 @@ class Decoder:
         waits: Sequence[Any],
     ) -> Array:
         """Decode chunks that are on the device into the panel. Return which chunks the host must decode."""
-        if block.codec.compressor in ENTRIES.values():
-            return self._scatter(lane, block, fetched, address, waits)
+        if index := decoded(block.codec.compressor).index_bytes:
+            return self._scatter(lane, block, index, fetched, address, waits)
         assert self._unpacker is not None
         chunks, count = self._fill(lane, fetched, block), len(fetched)
         table = chunks, count, any(each.checksum for each in fetched)
@@ -268,13 +268,16 @@ class Decoder:
         self,
         lane: DecodingLane,
         block: Compressed,
+        index: int,
         fetched: Sequence[Fetched],
         address: int,
         waits: Sequence[Any],
     ) -> Array:
-        """Compose lines of sparse matrices in the panel. Return which of them the host must compose."""
+        """Compose lines of sparse matrices in the panel. Return which of them the host must compose.
+
+        `index` are the bytes of an index.
+        """
         item, pitch = block.dtype.itemsize, block.shape[1]
-        index = next(size for size, name in ENTRIES.items() if name == block.codec.compressor)
         options = f"-DOOC_ITEM={item}", f"-DOOC_INDEX={'int' if index == 4 else 'long long'}"
         scatter = self._kernels.plain("scatter", "scatter", options)
         for event in waits:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import inf, prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES
 from oocgemm.planning.layout import Coding, Layouts
@@ -42,20 +42,11 @@ TEMPORARY = 3.6
 MIN_CONTENT = 2 << 10
 # Bytes of a lane's tables: per stream, and for the tables of chunks.
 STREAM_BYTES, TABLE_BYTES = 56, 1 << 20
-# Rates of a GPU by compressor, in decoded bytes per second: of one stream, and of all at most. During
-# products, an H100 with 16 cores decoded float64 at 64 GB/s from blosc-zstd, at 17 from zstd in chunks of 1
-# MiB, and at 31 from blosc-lz4, and int8 with bitshuffle at 28.
-# Sparse matrices are as fast as their stored bytes.
-DECODING_RATES = {"zstd": (15e6, 40e9), "lz4": (4e6, 30e9)} | dict.fromkeys(("csr", "csr64"), (1e9, 1e12))
-# The names of sparse matrices among the codecs, by the bytes of an index. Their entries are placed in panels,
-# so that a lane needs no memory for decoded streams.
-ENTRIES = {4: "csr", 8: "csr64"}
-# Maximum number of stored bytes that are decoded per second, of all streams. On the same machine, float32 of
-# which 3/4 remained was decoded at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
+# Maximum number of stored bytes that are decoded per second, of all streams. During products, an H100 with 16
+# cores decoded float32 of which 3/4 remained at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
 STORED_RATE = 12e9
-# The same of one stream. On an H200, 512 streams of zstd with random float32, of which 9/10 remained, were
-# decoded at 3.2 GB/s.
-STORED_RATES_OF_STREAM = {"zstd": 5.7e6}
+# The same of a lane that reads entries of sparse matrices, and the stored bytes of a batch of these.
+LANE_RATE, STORED_BATCH = 1e9, 4 << 20
 # Number of panels that are decoded at the same time, and of an operand's device slots. On an H200's host with
 # 16 cores, products of float64 from blosc-zstd took at least 10% longer with 4 or 8.
 PANELS = 6
@@ -83,6 +74,64 @@ HEADER, BLOCK_HEADER, CHECKSUM = 16, 3, 4
 BATCH, SHARE = 128 << 20, 8
 # Minimum bytes of a C that the GPU compresses. The host compresses a smaller C.
 MIN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Compressed streams, which a GPU decodes at these rates, in bytes per second.
+
+    - `of_stream`, `most`: decoded bytes, of one stream and of all of them.
+    - `stored`: stored bytes of one stream.
+    """
+
+    of_stream: float
+    most: float
+    stored: float = inf
+
+    index_bytes: ClassVar[int] = 0
+
+    def batch(self, coding: Coding) -> int:
+        """Return the decoded bytes of a batch. All lanes together decode `STREAMS` streams at once."""
+        return max(DECODED_BATCH, min(MAX_DECODED_BATCH, STREAMS * coding.stream_bytes // LANES))
+
+    def rate(self, coding: Coding, together: int, shape: "DecodingShape") -> float:
+        """Return the rate if `together` decoded bytes are decoded at the same time."""
+        each = min(self.of_stream, self.stored / coding.stored_share)
+        return min(self.most, each * together / coding.stream_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Entries of sparse matrices, which a GPU places in panels as fast as lanes read them.
+
+    A lane needs no memory for decoded streams. `index_bytes` are the bytes of an index.
+    """
+
+    index_bytes: int
+
+    def batch(self, coding: Coding) -> int:
+        """Return the decoded bytes of a batch. Several chunks: two lanes decode a chunk at a border."""
+        return min(DECODED_BATCH, max(int(STORED_BATCH / coding.stored_share), 4 * coding.stream_bytes))
+
+    def rate(self, coding: Coding, together: int, shape: "DecodingShape") -> float:
+        return LANE_RATE / coding.stored_share * max(1, together // shape.batch)
+
+
+# What a GPU decodes, by the name of the coding without "blosc-". During products, an H100 with 16 cores
+# decoded float64 at 64 GB/s from blosc-zstd, at 17 from zstd in chunks of 1 MiB, and at 31 from blosc-lz4,
+# and int8 with bitshuffle at 28. On an H200, 512 streams of zstd with random float32, of which 9/10 remained,
+# were decoded at 3.2 GB/s.
+DECODED: dict[str, Streams | Entries] = {
+    "zstd": Streams(15e6, 40e9, 5.7e6),
+    "lz4": Streams(4e6, 30e9),
+    "csr": Entries(4),
+    "csr64": Entries(8),
+}
+
+
+def decoded(codec: str) -> Streams | Entries:
+    """Return what a GPU decodes that is stored in a codec."""
+    return DECODED[codec.removeprefix("blosc-")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +188,13 @@ class DecodingShape:
 def decoding_shape(setting: Setting) -> DecodingShape | None:
     """Choose the lanes of each device; None if it decodes no operand, or if the budgets are too small."""
     layouts = setting.layouts
-    decoded = [(x, y) for x, y in ((layouts.a, layouts.codings.a), (layouts.b, layouts.codings.b)) if y]
-    if not decoded:
+    coded = [(x, y) for x, y in ((layouts.a, layouts.codings.a), (layouts.b, layouts.codings.b)) if y]
+    if not coded:
         return None
-    chunk = round_up(max(prod(x.read_chunk) * x.itemsize for x, _ in decoded), PAGE)
-    share = min(1.0, FRAMES_MARGIN * max(y.stored_share for _, y in decoded))
-    sparse = [x for x, y in decoded if y.codec in ENTRIES.values()]
-    placed, scratch = len(sparse) == len(decoded), max((x.decode_bytes for x in sparse), default=0)
+    chunk = round_up(max(prod(x.read_chunk) * x.itemsize for x, _ in coded), PAGE)
+    share = min(1.0, FRAMES_MARGIN * max(y.stored_share for _, y in coded))
+    sparse = [x for x, y in coded if decoded(y.codec).index_bytes]
+    placed, scratch = len(sparse) == len(coded), max((x.decode_bytes for x in sparse), default=0)
 
     def shaped(lanes: int, batch: int) -> DecodingShape:
         # A compressed chunk may be larger than its content, and the host may decode it there.
@@ -159,9 +208,7 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
             and setting.devices * shape.host_bytes <= budgets.host // DECODING_SHARE
         )
 
-    stream = max(coding.stream_bytes for _, coding in decoded)
-    batch = max(DECODED_BATCH, min(MAX_DECODED_BATCH, STREAMS * stream // LANES), chunk)
-    lanes = LANES
+    batch, lanes = max(chunk, *(decoded(coding.codec).batch(coding) for _, coding in coded)), LANES
     while batch > max(MIN_DECODED_BATCH, chunk) and not fits(shaped(MIN_LANES, batch)):
         batch = max(MIN_DECODED_BATCH, chunk, batch // 2)
     while lanes > MIN_LANES and not fits(shaped(lanes, batch)):
@@ -179,11 +226,8 @@ def decoding_rate(setting: Setting, coding: Coding, size: int, panel: int | None
     shape = decoding_shape(setting)
     if shape is None:
         return 0.0
-    codec = coding.codec.removeprefix("blosc-")
-    each, most = DECODING_RATES[codec]
-    each = min(each, STORED_RATES_OF_STREAM.get(codec, inf) / coding.stored_share)
     together = min(shape.lanes * shape.batch, size, size if panel is None else PANELS * panel)
-    return min(most, each * together / coding.stream_bytes, STORED_RATE / coding.stored_share)
+    return min(decoded(coding.codec).rate(coding, together, shape), STORED_RATE / coding.stored_share)
 
 
 def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
