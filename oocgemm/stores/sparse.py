@@ -391,14 +391,12 @@ def _pieces(entries: Range, count: int | None = None) -> Iterator[Range]:
 
 
 def of_group(name: str, path: str, group: Any, part: Callable[[str], Matrix]) -> SparseOperand:
-    """Return the sparse matrix in a group of HDF5 or zarr, as AnnData stores it. Raises `InputError`.
+    """Return the sparse matrix in a group of HDF5 or zarr, as AnnData or Cell Ranger store it.
 
-    `part` returns the array "data", "indices" or "indptr" of the group as a matrix of one row.
+    `part` returns the array "data", "indices" or "indptr" of the group as a matrix of one row. Raises
+    `InputError`.
     """
-    attributes: Mapping[str, Any] = group.attrs
-    kind, form = attributes.get("encoding-type"), attributes.get("h5sparse_format")
-    shape = attributes.get("shape", attributes.get("h5sparse_shape"))
-    form = str(kind).removesuffix("_matrix") if kind is not None else str(form)
+    form, shape = _declared(group)
     place = f"{name}: {path}"
     if form not in FORMATS:
         raise InputError(
@@ -421,6 +419,19 @@ def of_group(name: str, path: str, group: Any, part: Callable[[str], Matrix]) ->
         raise InputError(f"{place}: {error}: convert it, with anndata or scipy.sparse") from error
     except ExecutionError as error:
         raise InputError(f"{place} cannot be read: {error}") from error
+
+
+def _declared(group: Any) -> tuple[str, Any]:
+    """Return the form and the shape that a group declares.
+
+    Cell Ranger stores features x barcodes in CSC form. As in scanpy, the operand is barcodes x features.
+    """
+    attributes: Mapping[str, Any] = group.attrs
+    kind, form = attributes.get("encoding-type"), attributes.get("h5sparse_format")
+    if kind is None and form is None and "barcodes" in group and "shape" in group:
+        return "csr", np.asarray(group["shape"])[::-1]
+    shape = attributes.get("shape", attributes.get("h5sparse_shape"))
+    return str(form) if kind is None else str(kind).removesuffix("_matrix"), shape
 
 
 class SparseArrays(Store):

@@ -177,6 +177,27 @@ def test_damage_is_refused_before_anything_is_written(tmp_path: Path, damage: st
     assert not (tmp_path / "c.zarr").exists()
 
 
+@pytest.mark.parametrize("group", ["matrix", "GRCh38"])
+def test_files_of_cell_ranger_are_cells_by_genes(tmp_path: Path, group: str) -> None:
+    genes = X.T.astype(np.int32)
+    parts, path = parts_of(genes, "csc", np.int64), tmp_path / "filtered_feature_bc_matrix.h5"
+    with h5py.File(path, "w") as file:
+        for name, part in parts.items():
+            file.create_dataset(f"{group}/{name}", data=part, chunks=(64,), compression="gzip", shuffle=True)
+        file[f"{group}/shape"] = np.array(genes.shape, np.int32)
+        file[f"{group}/barcodes"] = np.array([b"AAAC-1"] * genes.shape[1])
+        file[f"{group}/features/id"] = np.array([b"ENSG1"] * genes.shape[0])
+    x = f"{path}::/{group}"
+    assert stores.open_matrix("X", x).shape == (90, 24)
+    found = oocgemm.gram(x, axis=1, uplo="full", **ON_HOST).out
+    np.testing.assert_array_equal(found, genes @ genes.T)
+    with h5py.File(path, "r+") as file:
+        del file[f"{group}/shape"]
+        file[f"{group}/shape"] = np.array([24])
+    with pytest.raises(InputError, match="has 1 dimensions"):
+        stores.open_matrix("X", x)
+
+
 def test_parts_of_other_lengths_are_refused(tmp_path: Path) -> None:
     parts = parts_of(X, "csr")
     short = parts | {"data": parts["data"][:-1]}
