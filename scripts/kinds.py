@@ -21,12 +21,12 @@ FLAGS = {"centered", "measured", "expands"}
 # Attributes of which a comparison with a name would ask for a kind, and the values that hold these kinds.
 NAMED = {"cover", "sink", "b"}
 # Files of kinds: each may know itself. `jobs/request.py`, `jobs/operands.py`, `jobs/verify.py` and
-# `jobs/pca_passes.py` make sinks, and `planning/problem.py` makes products from records.
+# `jobs/row_slices.py` make sinks, and `planning/problem.py` makes products from records.
 OWN = (
     *("stores/", "planning/problem.py", "planning/layout.py", "planning/sinks.py", "planning/cover.py"),
     *("integrity/samples.py",),
     *("backends/host/finish.py", "backends/cuda/finisher.py", "backends/cuda/session.py"),
-    *("kernels/launches.py", "jobs/operands.py", "jobs/verify.py", "jobs/request.py", "jobs/pca_passes.py"),
+    *("kernels/launches.py", "jobs/operands.py", "jobs/verify.py", "jobs/request.py", "jobs/row_slices.py"),
 )
 
 

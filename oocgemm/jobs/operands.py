@@ -539,8 +539,7 @@ def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmPro
     """Return X, opened, the matrix that is added to X Q, and the description of ``X^T (X Q + 1 row)``."""
     x = _rows(stores.open_matrix("X", request.a.given, decode=request.decode), request.a.rows)
     count = x.shape[0]
-    # The numbers of the transform are per column of X, which is not the axis that `problem_of` sums over.
-    x, trans = by_rows(x, request.a.transform, Op.T, left=False)
+    x, trans = by_rows(x, request.a.transform, Op.T, left=not request.a.of_lines)
     added = ConstantRows("the row", chain.row.astype(x.dtype), count, chain.resident_bytes)
     problem = problem_of(x, added, 1, 0, trans, Op.N)
     b = Updated(problem.b.dtype, problem.b.op, columns=chain.columns)

@@ -25,9 +25,7 @@ residuals ``X^T X v - s^2 v``. The next Q is half an iteration ahead of V.
 
 All of this is computed in float64, with matrices that have as many rows as X has columns.
 
-With several devices, the rows of X are divided into slices, and Z is the sum of their products. The slices
-depend on X alone. Their products are added in their order, in float64. So the bits of the result do not
-depend on the number of devices.
+With several devices, Z is the sum of products of slices of the rows (`oocgemm.jobs.row_slices`).
 
 The state of an unfinished run is kept in a file beside the result.
 After each pass, a new file is written, flushed to the disk, and renamed into its place. So a
@@ -40,22 +38,21 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oocgemm import backends, stores
+from oocgemm import stores
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.prepare import budgets_of, sweep_of
-from oocgemm.jobs.request import Chain, Destination, Gram, Request, Source, numbers_of, parse, unknown_devices
-from oocgemm.jobs.run import Plan, Result, plan_request, run_request, run_side_by_side
+from oocgemm.jobs.prepare import sweep_of
+from oocgemm.jobs.request import Chain, Destination, Gram, Request, Source, parse
+from oocgemm.jobs.row_slices import RowSlices
+from oocgemm.jobs.run import Plan
 from oocgemm.jobs.stats import Sweep, stats_of
 from oocgemm.jobs.transforming import check_known, gaps, how_to_replace, memory_of, readable, transformed
 from oocgemm.planning import Op
-from oocgemm.planning.tiling import Range, ceil_div, round_up
-from oocgemm.planning.units import parse_size
+from oocgemm.planning.tiling import round_up
 from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.files import open_regular, sync_path
@@ -89,8 +86,6 @@ MARGIN = 2.0**46
 # Range of the largest element of the first Xc^T Xc Q. In this range, squares of products, which are fourth
 # powers of singular values, keep all their digits in float64.
 MIN_PRODUCT, MAX_PRODUCT = 2.0**-400, 2.0**400
-# Number of slices of X if several devices multiply it, unless X has fewer rows of chunks.
-SLICES = 8
 # On the CPU, the Gram matrix is computed in float32 if each element is a sum of at most MAX_NARROW products.
 # Rounding then changes a sum of squares by about 1e-5 of its value, at most.
 MAX_NARROW = 1 << 20
@@ -295,10 +290,9 @@ class PcaState:
     exact: bool = False
 
 
-class PcaPasses:
+class PcaPasses(RowSlices):
     """An open X, and the arguments of its products.
 
-    - `matrix`: X as it is stored.
     - `transform`: the whole transform, with the centers.
     - `columns`: the number of columns of Q.
     - `dtype`: the dtype in which X is multiplied.
@@ -313,10 +307,7 @@ class PcaPasses:
         Q has the width `columns`, unless X has fewer rows or columns. The `options` are those of `gemm`.
         `center` tells whether the transform centers columns by their means, unless it has other centers.
         """
-        self._x, self._options = x, {name: options[name] for name in options if name != "devices"}
-        self._devices = numbers_of(options.get("devices"))
-        self._decodes = options.get("decode", True)
-        self.matrix = stores.open_matrix("X", x, decode=self._decodes)
+        super().__init__("X", x, options)
         self.transform = _centered(transform or Transform(), center=center)
         # Missing genotypes of a .bed file are replaced, if it has any.
         self._imputes = (
@@ -341,27 +332,6 @@ class PcaPasses:
         self._fill: Array | None = None  # what missing elements become
         self._memory = 0  # bytes that a pass over X for statistics may take
         self._given: dict[str, Any] = {}  # budgets of the Gram matrix, if they are not those of all passes
-        self.slices = [(0, rows)] if self._devices is None else self._cut()
-
-    def _cut(self) -> list[Range]:
-        """Return slices of the rows of X that consist of whole chunks."""
-        rows, chunk = self.matrix.shape[0], self.matrix.layout.read_chunk[0]
-        chunks = ceil_div(rows, chunk)
-        count = max(1, min(SLICES, chunks))
-        cuts = [min(rows, number * chunks // count * chunk) for number in range(count + 1)]
-        return list(pairwise(cuts))
-
-    @property
-    def sessions(self) -> int:
-        """How many slices are multiplied at the same time."""
-        return min(len(self.slices), self._count())
-
-    def _count(self) -> int:
-        if self._devices != "all":
-            return len(self._devices or (0,))
-        if self.backend == "host":
-            return 1
-        return backends.open_backend("cuda").device_count()
 
     @property
     def reads_first(self) -> bool:
@@ -374,14 +344,10 @@ class PcaPasses:
         """Whether means must be found before a Gram matrix of centered columns is computed."""
         return self._means or self.reads_first
 
-    @property
-    def backend(self) -> str:
-        return backends.resolve(self._options.get("backend", "auto"))
-
     def plan(self, *, running: bool) -> Plan:
         """Return the plan of a pass. Only if X will be `running` through a device, it is opened."""
         state = PcaState(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
-        return self._plan(self._request(state, np.zeros(self._width), None), running=running)
+        return self.planned(self._request(state, np.zeros(self._width), None), running=running)
 
     def plan_gram(self, *, running: bool, memory: int | None = None) -> Plan:
         """Return the plan of the Gram matrix, or of the first of its slices. `running` is as for `plan`.
@@ -392,22 +358,7 @@ class PcaPasses:
             self._given = {"memory": memory, "host_memory": None}
             if self.backend == "host":
                 self._given["device_memory"] = None
-        return self._plan(self._gram_request(None), running=running)
-
-    def _plan(self, whole: Request, *, running: bool) -> Plan:
-        if self._devices == "all" and self.backend != "host" and not running:
-            raise unknown_devices()
-        request = self._sliced(whole, planning=not running)[0][0]
-        if running and self.backend != "host":
-            given = request.budgets.device_memory, request.budgets.all_host_memory
-            budgets = budgets_of(self.backend, self._engine().free_memory, *given)
-            request = request.with_options(device_memory=budgets.device)
-        return plan_request(request)
-
-    @property
-    def is_tall(self) -> bool:
-        """Whether X has at least as many rows as columns, so that X^T X is its smaller Gram matrix."""
-        return self.matrix.shape[0] >= self.matrix.shape[1]
+        return self.planned(self._gram_request(None), running=running)
 
     @property
     def gram_reads(self) -> int:
@@ -453,11 +404,7 @@ class PcaPasses:
     def _sweep(self) -> Sweep | None:
         """Return a function that makes a pass for statistics on the device; None if the host makes it."""
         request = Request.of(None, None, Destination.parse(None), **self._options)
-        return None if self.backend == "host" else sweep_of(request, self._engine())
-
-    def _engine(self) -> backends.Backend:
-        first = self._devices[0] if isinstance(self._devices, tuple) else self._options.get("device", 0)
-        return backends.open_backend(self.backend, first)
+        return None if self.backend == "host" else sweep_of(request, self.engine())
 
     def gram(self, state: PcaState) -> tuple[PcaState, Array]:
         """Return the Gram matrix of Xc, in float64, and the state of which it is.
@@ -465,14 +412,14 @@ class PcaPasses:
         It is Xc^T Xc if X `is_tall`, else Xc Xc^T. The state has the exponent by which X was multiplied, and
         the number of passes. Raises `InputError` for NaN or Inf in X.
         """
-        gram = self._sum(self._gram_request(state))[0]
+        gram = self.sum(self._gram_request(state))[0]
         passes, least = state.subspace.passes + 1, MARGIN * float(np.finfo(self.gram_dtype).tiny)
         largest = gram.diagonal().max(initial=0)
         if not max(least, MIN_PRODUCT) <= largest <= MAX_PRODUCT:
             exponent, center = self._exponent(state)
             if exponent:
                 state = replace(state, center=center, exponent=exponent)
-                gram, passes = self._sum(self._gram_request(state))[0], passes + 1
+                gram, passes = self.sum(self._gram_request(state))[0], passes + 1
             elif not np.isfinite(largest):
                 self._check(stats_of(self.matrix, 0, self.transform, self._memory).mean[:, None])
         return replace(state, subspace=replace(state.subspace, passes=passes)), gram
@@ -493,7 +440,7 @@ class PcaPasses:
         each, b = self._each(state, self.gram_dtype), left.astype(self.gram_dtype)
         x = Source(stores.located("X", self._x), Op.T, each, of_lines=True)
         request = Request(a=x, b=Source(b), c=Destination.parse(None))
-        return np.asarray(run_request(request.with_options(**self._options)).out).astype(np.float64)
+        return np.asarray(self.run(request.with_options(**self._options)).out).astype(np.float64)
 
     def advance(self, state: PcaState) -> PcaState:
         """Return the state after one more pass over X. Raises `InputError` for NaN or Inf in X."""
@@ -521,65 +468,7 @@ class PcaPasses:
 
     def _product(self, state: PcaState, row: Array, factor: Array) -> tuple[Array, str]:
         """Return ``X^T (X Q + 1 row)``, in float64, and the tile shape of the products."""
-        return self._sum(replace(self._request(state, row, factor), tile=state.tile))
-
-    def _sum(self, whole: Request) -> tuple[Array, str]:
-        """Return the sum of the products of all slices of X, in float64, and their tile shape."""
-        requests, lanes = self._sliced(whole)
-        if len(requests) == 1:
-            result = run_request(requests[0])
-            return np.asarray(result.out).astype(np.float64, copy=False), str(result.plan.tile)
-        found, tiles = list[Array](), list[str]()
-
-        def add(result: Result) -> None:
-            if not tiles:
-                found.append(np.zeros(result.out.shape))
-            with np.errstate(all="ignore"):
-                np.add(found[0], result.out, out=found[0])
-            tiles.append(str(result.plan.tile))
-
-        run_side_by_side(requests, lanes, add)
-        return found[0], tiles[0]
-
-    def _sliced(self, whole: Request, *, planning: bool = False) -> tuple[list[Request], int]:
-        """Return the requests for the products of all slices of X, and how many run at the same time."""
-        if self._devices is None:
-            return [whole], 1
-        if not (self.is_tall or isinstance(whole.into, Chain)):
-            return [whole.with_options(devices=self._devices)], 1
-        into, places = whole.into, self._places(planning=planning)
-        if isinstance(into, Chain):
-            into = replace(into, resident_bytes=into.resident_bytes // self.sessions)
-        return [
-            replace(
-                whole.with_options(**places[number % len(places)]),
-                a=replace(whole.a, rows=rows),
-                b=replace(whole.b, rows=rows),
-                into=into,
-            )
-            for number, rows in enumerate(self.slices)
-        ], len(places)
-
-    def _places(self, *, planning: bool) -> list[dict[str, Any]]:
-        """Return the options of each session: its device and its memory. The sessions share the host memory.
-
-        When a run is only planned, no device is opened.
-        """
-        names = ("device_memory", "host_memory", "memory")
-        device, host, memory = (self._options.get(name) for name in names)
-        count = self.sessions
-        if planning and self.backend != "host":
-            numbers, free = tuple(range(count)), None
-        else:
-            devices = backends.open_devices(self.backend, self._devices or (0,))
-            numbers, free = devices.numbers, devices.free_memory
-        shared: dict[str, Any] = {"memory": None, "host_memory": None, "device_memory": device}
-        if memory is not None and self.backend == "host":
-            shared["memory"] = parse_size(memory) // count
-        else:
-            found = budgets_of(self.backend, free, device, host if memory is None else memory)
-            shared |= {"device_memory": found.device, "host_memory": found.host // count}
-        return [shared | {"device": number} for number in numbers[:count]]
+        return self.sum(replace(self._request(state, row, factor), tile=state.tile))
 
     def _multiplied(self, state: PcaState) -> tuple[Array, Array]:
         """Return S Q with further columns of zeros, and the row to add to X S Q: -b, and 1 at its end."""
@@ -640,7 +529,7 @@ class PcaPasses:
         center, inverse = self._folded(state)
         factor = (components.T * inverse[:, None]).astype(self.dtype)
         options = {"transform_a": self._each(state), "devices": self._devices, **self._options}
-        found: Array = np.asarray(run_request(parse(self._x, factor, None, options)).out)  # type: ignore[arg-type]
+        found: Array = np.asarray(self.run(parse(self._x, factor, None, options)).out)  # type: ignore[arg-type]
         found -= (center @ factor).astype(self.dtype)
         return found
 
@@ -672,10 +561,10 @@ class PcaPasses:
         return each if whole.log1p or numbers or self.matrix.dtype != dtype else None
 
     def _request(self, state: PcaState, row: Array, factor: Array | None) -> Request:
-        x, each = stores.located("X", self._x), self._each(state)
+        x = Source(stores.located("X", self._x), transform=self._each(state), of_lines=True)
         resident = MAX_MATRICES * 8 * self.matrix.shape[1] * self._width
         chain = Chain(self.columns, row, factor, resident)
-        return Request.of(x, x, Destination.parse(None), transform_a=each, into=chain, **self._options)
+        return Request(a=x, b=x, c=Destination.parse(None), into=chain).with_options(**self._options)
 
     def _check(self, product: Array) -> None:
         """Raise an error if a product is not finite. Its last column has the column sums of X."""

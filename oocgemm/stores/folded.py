@@ -4,15 +4,15 @@ It is a description, which is sent to other processes if its array has a path. T
 (`Store.fold`): as a matrix with the same chunks, if these are rectangles of it, else as a `BoxMatrix`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from oocgemm.stores.base import Composite, Matrix, Store, not_writable
-from oocgemm.stores.folding import Folding, Names
+from oocgemm.stores.folding import Fold, Folding, Names
 from oocgemm.values import dataclass
 
 
@@ -92,3 +92,23 @@ class FoldedArrays(Store):
 
 
 FOLDED = FoldedArrays()
+
+
+@dataclass(frozen=True)
+class _Noted(Folding):
+    """A folding that notes the folds of the arrays which it folds."""
+
+    folds: list[Fold] = field(default_factory=list, compare=False)
+
+    def fold(self, place: str, shape: Sequence[int], names: Sequence[str | None] | None = None) -> Fold:
+        self.folds.append(super().fold(place, shape, names))
+        return self.folds[-1]
+
+
+def fold_of(name: str, x: Any, folding: Folding) -> Fold:
+    """Open an array, and return which of its axes the folding takes for rows and for columns."""
+    from oocgemm.stores.opening import store_of
+
+    noted = _Noted(folding.rows, folding.cols)
+    store_of(x).fold(name, x, noted)
+    return noted.folds[0]

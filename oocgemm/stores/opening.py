@@ -57,6 +57,7 @@ from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores, check_url
 from oocgemm.stores.sparse import SparseArrays
 from oocgemm.stores.unpacked import decoded
+from oocgemm.stores.widened import WIDENED
 from oocgemm.stores.zarr_matrix import ZarrArrays, ZarrPaths
 from oocgemm.system.installed import any_entry_point
 
@@ -65,7 +66,7 @@ ARRAYS = Arrays()
 # These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (
     *(NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), SparseArrays(), ZarrArrays(), ARRAYS),
-    *(FOLDED, JOINED, KEPT, INDICATORS),
+    *(FOLDED, JOINED, KEPT, INDICATORS, WIDENED),
 )
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())

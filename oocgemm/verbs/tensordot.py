@@ -1,7 +1,6 @@
 """Contract axes of two arrays of any number of dimensions, as one product of matrices."""
 
 from collections.abc import Sequence
-from dataclasses import field
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,10 +11,8 @@ from oocgemm.jobs.options import check_names
 from oocgemm.jobs.request import parse
 from oocgemm.jobs.run import outcome
 from oocgemm.stores import Array
-from oocgemm.stores.folded import as_matrix
-from oocgemm.stores.folding import Fold, Folding
-from oocgemm.stores.opening import store_of
-from oocgemm.values import dataclass
+from oocgemm.stores.folded import as_matrix, fold_of
+from oocgemm.stores.folding import Folding
 
 # Axes by position, or by name.
 Axes = int | str | Sequence[int | str]
@@ -51,7 +48,7 @@ def tensordot(a: Any, b: Any, axes: int | tuple[Axes, Axes] = 2, **options: Unpa
         of_a, of_b = tuple(range(-axes, 0)), tuple(range(axes))
     else:
         of_a, of_b = map(_tuple, axes)
-    left, right = _fold("A", a, Folding(cols=of_a)), _fold("B", b, Folding(rows=of_b))
+    left, right = fold_of("A", a, Folding(cols=of_a)), fold_of("B", b, Folding(rows=of_b))
     summed = [[axis.extent for axis in group] for group in (left.cols, right.rows)]
     if summed[0] != summed[1]:
         raise InputError(
@@ -65,21 +62,3 @@ def tensordot(a: Any, b: Any, axes: int | tuple[Axes, Axes] = 2, **options: Unpa
 
 def _tuple(axes: Axes) -> tuple[int | str, ...]:
     return (axes,) if isinstance(axes, int | str) else tuple(axes)
-
-
-@dataclass(frozen=True)
-class _Noted(Folding):
-    """A folding that notes the folds of the arrays which it folds."""
-
-    folds: list[Fold] = field(default_factory=list, compare=False)
-
-    def fold(self, place: str, shape: Sequence[int], names: Sequence[str | None] | None = None) -> Fold:
-        self.folds.append(super().fold(place, shape, names))
-        return self.folds[-1]
-
-
-def _fold(name: str, x: Any, folding: Folding) -> Fold:
-    """Open an array, and return which of its axes the folding takes for rows and for columns."""
-    noted = _Noted(folding.rows, folding.cols)
-    store_of(x).fold(name, x, noted)
-    return noted.folds[0]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import oocgemm
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.jobs import pca_passes
+from oocgemm.jobs import pca_passes, row_slices
 from oocgemm.jobs import run as running
 from tests.support.backends_here import BACKENDS, running_on
 from tests.support.suite import each_value, examples
@@ -191,7 +191,7 @@ def test_x_is_read_once_per_iteration(tmp_path: Path) -> None:
         )
         return result
 
-    with patch.object(pca_passes, "run_request", counted):
+    with patch.object(row_slices, "run_request", counted):
         oocgemm.pca(f"{tmp_path}/x.zarr", 5, iterations=4, tol=0, backend="host")
     assert read == 4 * x.nbytes
     planned = oocgemm.plan_pca(f"{tmp_path}/x.zarr", 5, iterations=4, tol=0, backend="host")
@@ -231,7 +231,7 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path, passes: int) -
 
     out = tmp_path / "p.zarr"
     with (
-        patch.object(pca_passes, "run_request", killed),
+        patch.object(row_slices, "run_request", killed),
         pytest.raises(KilledError),
     ):
         oocgemm.pca(tmp_path / "x.npy", 6, out, **arguments)
@@ -241,7 +241,7 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path, passes: int) -
     with pytest.raises(InputError, match="other arguments \\(seed\\)"):
         oocgemm.pca(tmp_path / "x.npy", 6, out, resume=True, **arguments | {"seed": 4})
     made = 0
-    with patch.object(pca_passes, "run_request", side_effect=run) as counted:
+    with patch.object(row_slices, "run_request", side_effect=run) as counted:
         found = oocgemm.pca(tmp_path / "x.npy", 6, out, resume=True, **arguments)
     assert counted.call_count == 4 - passes + 1  # the last one computes the scores
     for name in (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import oocgemm
 from oocgemm.errors import DataWarning, InputError
-from oocgemm.jobs import pca_passes
+from oocgemm.jobs import row_slices
 from oocgemm.jobs import run as running
 from tests.jobs.test_pca import KilledError, low_rank
 from tests.support.backends_here import ENGINES, Engine, running_on
@@ -179,11 +179,11 @@ def test_a_killed_run_ends_after_the_same_pass(tmp_path: Path, passes: int) -> N
             raise KilledError
         return run(request)
 
-    with patch.object(pca_passes, "run_request", killed), pytest.raises(KilledError):
+    with patch.object(row_slices, "run_request", killed), pytest.raises(KilledError):
         pca(tmp_path / "x.npy", 6, out, **given)
     with pytest.raises(InputError, match="other arguments \\(tol\\)"):
         pca(tmp_path / "x.npy", 6, out, resume=True, tol=0.02, **given)
-    with patch.object(pca_passes, "run_request", side_effect=run) as counted:
+    with patch.object(row_slices, "run_request", side_effect=run) as counted:
         found = pca(tmp_path / "x.npy", 6, out, resume=True, **given)
     assert counted.call_count == whole.passes - passes  # the last one computes the scores
     for name in ("components", "singular_values", "residuals", "errors", "scores"):

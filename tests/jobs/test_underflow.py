@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import Correlation, Transform
 from oocgemm.errors import DataWarning, InputError
-from oocgemm.jobs import pca_passes
+from oocgemm.jobs import pca_passes, row_slices
 from oocgemm.jobs.run import run_request
 from oocgemm.verbs import pca
 from tests.jobs.test_pca import METHODS, low_rank
@@ -171,7 +171,7 @@ def test_a_scaled_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return run_request(request)
 
-    with patch.object(pca_passes, "run_request", killed), pytest.raises(KeyboardInterrupt):
+    with patch.object(row_slices, "run_request", killed), pytest.raises(KeyboardInterrupt):
         oocgemm.pca(tmp_path / "x.npy", 4, tmp_path / "p.zarr", **given)
     found = oocgemm.pca(tmp_path / "x.npy", 4, tmp_path / "p.zarr", resume=True, **given)
     for name in ("components", "singular_values", "mean", "residuals"):
