@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from oocgemm.verbs.gemm import gemm, gram, matmul, plan, plan_gram
     from oocgemm.verbs.ld import LD, ld
     from oocgemm.verbs.ld_scores import LDScores, ld_scores
+    from oocgemm.verbs.lstsq import LeastSquares, lstsq, ridge
     from oocgemm.verbs.neighbors import Nearest, neighbors
     from oocgemm.verbs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, kernel_matmul, reduce
@@ -72,6 +73,7 @@ __all__ = [
     "InputError",
     "Job",
     "LDScores",
+    "LeastSquares",
     "MatVec",
     "Nearest",
     "Neighbors",
@@ -112,6 +114,7 @@ __all__ = [
     "kernel_matmul",
     "ld",
     "ld_scores",
+    "lstsq",
     "matmul",
     "neighbors",
     "pca",
@@ -122,6 +125,7 @@ __all__ = [
     "reduce",
     "release",
     "report",
+    "ridge",
     "similarity",
     "stats",
     "tensordot",
@@ -153,6 +157,7 @@ _HOMES = {
     "verbs.gemm": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "verbs.ld": ("LD", "ld"),
     "verbs.ld_scores": ("LDScores", "ld_scores"),
+    "verbs.lstsq": ("LeastSquares", "lstsq", "ridge"),
     "verbs.neighbors": ("Nearest", "neighbors"),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "kernel_matmul", "reduce"),

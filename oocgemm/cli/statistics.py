@@ -232,7 +232,7 @@ def pca(
     hint = f"To continue, add --resume ({state_path(out)} has the state)."
     try:
         with stopping(lambda: print_interrupted(hint)), doing(not (quiet or as_json)) as say:
-            progress = _counting(options["iterations"], options["scores"], say)
+            progress = counting(options["iterations"] + options["scores"], say)
             found = find_components(x, components, out, progress=progress, **options)
     except (OocGemmError, MemoryError, KeyboardInterrupt) as error:
         if state_path(out).exists() and not isinstance(error, InputError):
@@ -310,14 +310,14 @@ def _listed(numbers: NDArray[np.float64], digits: int) -> str:
     return ", ".join(f"{number:.{digits}g}" for number in numbers[:SHOWN]) + more
 
 
-def _counting(iterations: int, scores: bool, say: Callable[[str], None]) -> Callable[[Plan], Observer]:
-    """Return a progress callback that says the number of the pass, and how much of it is done."""
+def counting(most: int, say: Callable[[str], None]) -> Callable[[Plan], Observer]:
+    """Return a progress callback that says the number of the pass over X, and how much of it is done."""
     number = 0
 
     def begin(planned: Plan) -> Observer:
         nonlocal number
         number += 1
-        pass_name = f"pass {number} of at most {iterations + scores} over X"
+        pass_name = f"pass {number} of at most {most} over X"
         say(pass_name)
         done = 0
 

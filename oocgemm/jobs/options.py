@@ -10,10 +10,12 @@ for the verb. From them come
 """
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Formatter
 from types import UnionType
 from typing import Annotated, Any, TypedDict, TypeVar, Union, get_args, get_origin
+
+from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
 from oocgemm.jobs import support
@@ -394,6 +396,46 @@ class PcaArguments(TransformOptions, PcaOptions, total=False):
             service=False,
         ),
     ]
+
+
+# Numbers for the rows of X, or the path of a .npy file with them.
+Weights = NDArray[Any] | Sequence[float] | PathLike
+
+
+class _Fitted(TypedDict, total=False):
+    intercept: Annotated[
+        bool,
+        Option(
+            "Add a constant to the model, which is found too.",
+            default=False,
+        ),
+    ]
+    weights: Annotated[
+        Weights | None,
+        Option(
+            "Weights of the squares of residuals: a .npy file with a number of at least 0 for each row.",
+            "Or an array.",
+            metavar="FILE",
+            service=False,
+        ),
+    ]
+    refine: Annotated[
+        bool,
+        Option(
+            "Read X again to correct the solution, until its error is a rounding error.",
+            "Without, X is read once, and the error is about 1e-16 times the square of the condition number.",
+            True,
+            flags=(("--no-refine", "Read X only once: the error is then larger."),),
+        ),
+    ]
+
+
+class LstsqArguments(_Fitted, PcaOptions, total=False):
+    """All options of `oocgemm.lstsq`."""
+
+
+class RidgeArguments(_Fitted, PcaOptions, total=False):
+    """All options of `oocgemm.ridge`."""
 
 
 class KernelMatmulArguments(PairOptions, total=False):

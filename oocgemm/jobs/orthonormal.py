@@ -1,22 +1,22 @@
 """Least squares and singular values of a tall X, from products ``X^T X P`` of a few reads of X, in float64.
 
-`Factors` are a P for which the columns of X P are nearly orthonormal, and an R for which X = (X P) R. So R has
-the singular values of X, and P P^T is the inverse of X^T X.
+`Factors` are a P for which the columns of X P are nearly orthonormal, and an R for which X = (X P) R. So R
+has the singular values of X, and P P^T is the inverse of X^T X.
 
 *The first read* computes X^T X. With its Cholesky factor L, P is L^-T. X^T X has rounding errors of about
 eps |X|^2, which hide singular values below sqrt(eps) |X|. If there are such values, a shift is added to the
 diagonal, so that L exists (Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, *Shifted Cholesky QR for
 computing the QR factorization of ill-conditioned matrices*, 2020).
 
-*Each further read* computes the inner products H of the columns of X P, as P^T (X^T (X P)). The rows of X P are
-computed one by one, with errors of eps |X| |p| for a column p of P. Those of X^T (X p) are of eps |X|, since
-|X p| is about 1, and the product with p_i multiplies them by |p_i|. H is symmetric, so that each element is
-taken from the shorter one of p_i and p_j. Its error is then eps |X| min(|p_i|, |p_j|), where that of
-P^T (X^T X) P is eps |X|^2 |p_i| |p_j|. With the Cholesky factor L of H, P L^-T is the next P.
+*Each further read* computes the inner products H of the columns of X P, as P^T (X^T (X P)). Elements of a
+column X p have errors of eps |X| |p|. Those of X^T (X p) are of eps |X|, since |X p| is about 1, and the
+product with p_i multiplies them by |p_i|. H is symmetric, so that each element is taken from the shorter one
+of p_i and p_j. Its error is then eps |X| min(|p_i|, |p_j|), where that of P^T (X^T X) P is
+eps |X|^2 |p_i| |p_j|. With the Cholesky factor L of H, P L^-T is the next P.
 
-*Errors.* For a column p of P, the error of |X p|^2 is estimated from those of H: row i of H has `noise` of n_i
-times a random number, and L may have needed a shift. After three reads, condition numbers of 1e12 leave an error
-of about 1e-3, which is enough to correct a solution. Only columns whose error matters are multiplied again.
+*Errors.* Row i of H has random errors of `noise` n_i. From them and from the shift follows the error of
+|X p|^2 for a column p of the next P. After three reads, condition numbers of 1e12 leave errors of about 1e-3,
+which is enough to correct a solution. Only columns whose error matters are multiplied again.
 """
 
 from typing import NamedTuple
@@ -65,7 +65,7 @@ class Factors(NamedTuple):
 
     def refined(self, chosen: Array, product: Array) -> "Factors":
         """Return better factors, given the product X^T X P of the `chosen` columns of P."""
-        inner, noise = np.eye(len(chosen)), self.errors
+        inner = np.eye(len(chosen))
         inner[:, chosen] = self.p.T @ product
         block = np.triu(inner[np.ix_(chosen, chosen)])
         inner[chosen] = inner[:, chosen].T

@@ -33,7 +33,7 @@ HOLES = (
     Hole(
         (WORKERS,),
         "passes",
-        "principal components are computed by one process: drop workers, client and executor",
+        "the reads of X are coordinated by one process: drop workers, client and executor",
     ),
     Hole(
         (WORKERS,),
@@ -105,7 +105,7 @@ HOLES = (
 
 # Why verbs lack an option, on any executor.
 NO_OPTION = {
-    "transform": "the verb standardizes genotypes itself: pass missing and cast",
+    "transform": "the verb has no transform: pass missing and cast of grm, or store a transformed copy",
     "resume": "the result is kept in memory, and not resumed",
     "verify": "the verb has no checksums",
 }
@@ -138,6 +138,8 @@ VERBS: Mapping[str, Verb] = {
     "distances": Verb(),
     "grm": Verb(),
     "pca": Verb(frozenset({"passes"})),
+    "lstsq": Verb(frozenset({"passes"})),
+    "ridge": Verb(frozenset({"passes"})),
     "kernel_matmul": Verb(),
     "reduce": Verb(),
     "ld": Verb(),

@@ -14,7 +14,7 @@ from oocgemm.values import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Widened(Composite):
-    """An operand whose elements are converted to float64, after they are decoded (`gemm`) if `decode` is set."""
+    """An operand whose elements are converted to float64, after they are decoded if `decode` is set."""
 
     source: Any
     decode: bool = True

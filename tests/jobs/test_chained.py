@@ -31,9 +31,9 @@ def drawn(seed: int, rows: int, cols: int, columns: int, dtype: str = "float32")
     return x, Chain(columns, rng.integers(-2, 3, columns + 1).astype(wide), factor)
 
 
-def request(x: Any, chain: Chain, *, of_lines: bool = True, **options: Any) -> Request:
+def request(x: Any, chain: Chain, **options: Any) -> Request:
     made = Request.of(x, x, Destination.parse(None), into=chain, **options)
-    return made.with_operands(of_lines=of_lines)
+    return made.with_operands(of_lines=True)
 
 
 def expected(x: Array, chain: Chain) -> Array:
@@ -92,10 +92,8 @@ def test_a_transform_may_have_one_scale_per_row(engine: Engine, order: Any) -> N
     given = Transform(scale=scale, cast="float64")
     wide = Chain(chain.columns, chain.row.astype(float), np.asarray(chain.factor).astype(float))
     with running_on(engine) as options:
-        asked = request(
-            np.asarray(x, order=order), wide, of_lines=False, transform_a=given, tile="12x4x7", **options
-        )
-        check(run_request(asked), x / scale[:, None], wide)
+        asked = request(np.asarray(x, order=order), wide, transform_a=given, tile="12x4x7", **options)
+        check(run_request(asked.with_operands(of_lines=False)), x / scale[:, None], wide)
 
 
 @settings(max_examples=examples(25, quick=8), deadline=None)
@@ -151,7 +149,7 @@ def test_scarce_memory_gives_thin_panels(tmp_path: Path) -> None:
 def test_the_schedule_is_correct_and_the_flops_count_both_products() -> None:
     x, chain = drawn(5, 64, 24, 7)
     for backend in ("host", "cuda"):
-        memory: dict[str, Any] = {} if backend == "host" else {"device_memory": "1GiB"}
+        memory = {} if backend == "host" else {"device_memory": "1GiB"}
         plan = plan_request(request(x, chain, backend=backend, tile="24x8x10", **memory))
         verify(plan.schedule())
         assert plan.flops == 2 * 64 * 24 * (8 + 7)

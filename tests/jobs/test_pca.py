@@ -296,7 +296,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     for message, operand, options in cases:
         with pytest.raises(InputError, match=message.replace("(", "\\(")):
             call(operand, **{"k": 3, "backend": "host"} | options)
-    with pytest.raises(InputError, match="principal components are computed by one process"):
+    with pytest.raises(InputError, match="the reads of X are coordinated by one process"):
         oocgemm.pca(x, 3, workers=2)  # type: ignore[call-overload]
 
 

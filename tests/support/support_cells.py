@@ -29,6 +29,8 @@ A, B = (
 )
 MAX_STEPS = 6  # after which a run is interrupted: more than a tile has, fewer than all tiles or passes
 V = np.arange(-5.0, 11.0)
+Y = np.arange(20.0) % 7
+FITS = {"lstsq", "ridge"}  # verbs of an X with more rows than columns, which is B
 EXECUTORS: Mapping[str, dict[str, Any]] = {
     "host": {},
     "devices": {"devices": "0,0"},
@@ -124,6 +126,20 @@ CALLS: Mapping[str, Call] = {
         oversampling=2,
         iterations=200,
     ),
+    "lstsq": Call(
+        lambda x, **options: oocgemm.lstsq(x, Y, **options),
+        lambda found: found.coefficients,
+        lambda x: np.linalg.lstsq(x, Y)[0],
+        stores=False,
+        tiles=False,
+    ),
+    "ridge": Call(
+        lambda x, **options: oocgemm.ridge(x, Y, (0.5, 2), **options),
+        lambda found: found.coefficients,
+        lambda x: np.stack([np.linalg.solve(x.T @ x + a * np.eye(x.shape[1]), x.T @ Y) for a in (0.5, 2)]),
+        stores=False,
+        tiles=False,
+    ),
     "kernel_matmul": Call(
         oocgemm.kernel_matmul, lambda found: found, _kernel, more=(V,), stores=False, gamma=GAMMA
     ),
@@ -149,7 +165,10 @@ def run(cell: Cell, folder: Path) -> None:
         )
         # Centers are per index along k: per row where columns are compared.
         mean = A.mean(axis=1, keepdims=True) if cell.verb in ("ld", "ld_scores") else A.mean(axis=0)
-        expected = CALLS[cell.verb].expected(A - mean if cell.operand == "transformed" else A)
+        if cell.verb in FITS:
+            a, expected = b, CALLS[cell.verb].expected(B)
+        else:
+            expected = CALLS[cell.verb].expected(A - mean if cell.operand == "transformed" else A)
         if cell.executor == "service":
             np.testing.assert_array_equal(_job(cell, folder, a, b), expected)
             return
