@@ -435,7 +435,8 @@ def prepare(
     if not running or not (plan.steps or problem.checks_sums):
         return PreparedRun(request, a, b, output, plan, d)
     memory = memory_of(request)
-    numbers = epilogue_numbers(problem, request.epilogue, a, b, memory)
+    sweep = None if engine is None else sweep_of(request, engine)
+    numbers = epilogue_numbers(problem, request.epilogue, a, b, memory, sweep)
     finishing = Finishing(correction(problem, a, b, memory), scales, numbers)
     return PreparedRun(request, a, b, output, plan, d, finishing)
 

@@ -242,7 +242,8 @@ class Selection(Into):
 
         After the run, `oocgemm.jobs.verify` decides whether cosines this near to `threshold` reach it.
         """
-        cosine = self.cosine or any(step.kind == "correlation" for step in problem.epilogue)
+        first = problem.epilogue[0].kind if problem.epilogue else ""
+        cosine = self.cosine or first == "correlation"
         if not cosine or (self.absolute and self.threshold <= 0):  # all magnitudes reach 0
             return 0.0
         from oocgemm.integrity.rounding import OPERANDS

@@ -48,6 +48,7 @@ from oocgemm.jobs.steps import (
     Gaussian,
     Hamming,
     Jaccard,
+    Pearson,
     RankOne,
     Scale,
     Squared,
@@ -60,7 +61,7 @@ from oocgemm.jobs.streaming import SCRATCH, Moments, entry_moments, moments, red
 from oocgemm.planning import Budgets, GemmProblem, Op
 from oocgemm.planning.elements import MAX_STEPS, ElementStep, missing_code
 from oocgemm.planning.tiling import Range
-from oocgemm.planning.units import parse_size
+from oocgemm.planning.units import counted, parse_size
 from oocgemm.stores import Array, Genotypes, Matrix, pieces
 from oocgemm.stores.arrays import in_float64
 from oocgemm.stores.base import failure
@@ -98,6 +99,8 @@ _SLAB = 64 << 10
 # The low bit of each genotype in a word.
 _LOW = np.uint64(0x5555_5555_5555_5555)
 
+# Maximum number of lines that a message lists.
+_LISTED = 5
 # Number of results that the cache keeps, and the version of their format and of their arithmetic.
 MAX_CACHED, VERSION = 32, 1
 # The host makes passes over matrices of fewer than MIN_SWEPT bytes: opening a device would take longer. A
@@ -639,12 +642,43 @@ def _product(matrix: Matrix, k_axis: int, vector: Array, memory: int) -> Array:
     return _summed(stored, k_axis, memory, of_slab)
 
 
+def equal_lines(matrix: Matrix, axis: int, lines: Array) -> str:
+    """Return a text that counts lines of equal elements, and lists the first ones."""
+    numbers = np.flatnonzero(lines)
+    which = ", ".join(map(str, numbers[:_LISTED])) + (", ..." if len(numbers) > _LISTED else "")
+    verb = "has" if len(numbers) == 1 else "have"
+    found = f"{len(numbers)} of {counted(len(lines), ('row', 'column')[axis])} of {matrix.name}"
+    return f"{found} {verb} equal elements ({which})"
+
+
+def undefined(matrix: Matrix, axis: int, lines: Array) -> InputError:
+    """Return the error for lines of equal elements, which have no correlations."""
+    return InputError(
+        f"{equal_lines(matrix, axis, lines)}, so that their correlations are not defined: pass "
+        "constant='drop' (--constant drop) to leave them out, or constant='nan' for NaN"
+    )
+
+
+def _means_and_factors(
+    problem: GemmProblem, a: Matrix, memory: int, sweep: Sweep | None
+) -> tuple[Array, Array]:
+    """Return the mean of each row of op(A), and 1 / the norm of its deviations from it.
+
+    Raises `InputError` if a row has equal elements.
+    """
+    axis = int(problem.trans_a.swaps)
+    found = stats_of(a, 1 - axis, Transform(), memory, extremes=False, sweep=sweep)
+    if (lines := found.variance == 0).any():
+        raise undefined(a, axis, lines)
+    return found.mean, 1 / np.sqrt(found.count * found.variance)
+
+
 def epilogue_numbers(
-    problem: GemmProblem, given: Epilogue, a: Matrix, b: Matrix, memory: int
+    problem: GemmProblem, given: Epilogue, a: Matrix, b: Matrix, memory: int, sweep: Sweep | None
 ) -> tuple[LineNumbers, ...]:
     """Return the numbers of rows and columns that each step needs.
 
-    Norms take passes over the operands, in `memory` bytes.
+    Norms take passes over the operands, in `memory` bytes, and means with `sweep` on a device.
     """
     found = list[LineNumbers]()
     for step in given:
@@ -659,6 +693,8 @@ def epilogue_numbers(
                 found.append((step.rows, step.cols))
             case Coefficients():
                 found.append((factors(a), factors(b)))
+            case Pearson():
+                found += [(each, each) for each in _means_and_factors(problem, a, memory, sweep)]
             case Correlation():
                 rows = cols = inverse_norms(a, problem.trans_a, memory, step.instead)
                 if b is not a:

@@ -102,6 +102,14 @@ class Coefficients(Correlation):
     """
 
 
+class Pearson(Correlation):
+    """The `Correlation` of rows of integers, which are multiplied as they are, so that no product is rounded.
+
+    The product of the means of two rows is subtracted from their product, in float64. The divisor is that of
+    their deviations from the means.
+    """
+
+
 @dataclass(frozen=True)
 class Gaussian:
     """Replace C by ``exp(-gamma |x - y|^2)`` for each row x of op(A) and column y of op(B).
@@ -240,6 +248,8 @@ def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> Gemm
             f"C has dtype {dtype}, and an epilogue gives floating-point numbers: pass out_dtype='float64'"
         )
     chain = [_step(step, problem, f"epilogue[{number}]") for number, step in enumerate(steps)]
+    if isinstance(steps[0], Pearson):
+        chain.insert(0, Step("rank_one", True, True, -float(problem.depth)))
     if marks_equal(steps[0]):
         chain.insert(1, Step("identical", True, True, float(isinstance(steps[0], Gaussian))))
     return replace(problem, sink=replace(problem.sink, dtype=dtype, epilogue=tuple(chain)))

@@ -16,11 +16,11 @@ from oocgemm import stores
 from oocgemm.backends.base import PanelNumbers
 from oocgemm.errors import InputError, warn_of_data
 from oocgemm.jobs.request import Request, Source
-from oocgemm.jobs.stats import MIN_SQUARES, Stats, Sweep, factors, stats_of
+from oocgemm.jobs.stats import MIN_SQUARES, Stats, Sweep, equal_lines, factors, stats_of, undefined
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.elements import GIVEN, ElementStep
 from oocgemm.planning.problem import Operand
-from oocgemm.planning.units import counted, parse_size
+from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import AS_STORED
@@ -41,8 +41,6 @@ from oocgemm.system.resources import RECENT, available_memory
 
 # The name of a line, by the axis that numbers the lines.
 _LINE = ("row", "column")
-# Maximum number of lines that a message lists.
-_LISTED = 5
 
 # The names of the indices along each axis of an array.
 _LINES = ("rows", "columns")
@@ -121,7 +119,7 @@ def varying_lines(matrix: Matrix, axis: int, memory: int) -> Array:
     if constant.all():
         raise InputError(f"all {_LINE[axis]}s of {matrix.name} have equal elements: none would be kept")
     if constant.any():
-        warn_of_data(f"{_listed(matrix, axis, constant)}: left out, as constant='drop' says")
+        warn_of_data(f"{equal_lines(matrix, axis, constant)}: left out, as constant='drop' says")
     return np.flatnonzero(~constant)
 
 
@@ -129,12 +127,9 @@ def check_constant(matrix: Matrix, axis: int, constant: str) -> None:
     """Warn of lines of equal elements along an axis, or raise `InputError` if `constant` is "raise"."""
     if not (lines := np.isnan(factors(matrix))).any():
         return
-    what = _listed(matrix, axis, lines)
     if constant == "raise":
-        raise InputError(
-            f"{what}, so that their correlations are not defined: pass constant='drop' (--constant drop) to "
-            "leave them out, or constant='nan' for NaN"
-        )
+        raise undefined(matrix, axis, lines)
+    what = equal_lines(matrix, axis, lines)
     warn_of_data(f"{what}: their correlations are NaN; constant='drop' (--constant drop) leaves them out")
 
 
@@ -145,15 +140,6 @@ def _stats(matrix: Matrix, axis: int, memory: int, sweep: Sweep | None = None) -
 def _constant(found: Stats) -> Array:
     """Return which lines have equal elements. (The variance of other lines may underflow to 0.)"""
     return np.asarray(found.min == found.max)
-
-
-def _listed(matrix: Matrix, axis: int, lines: Array) -> str:
-    """Return a text that counts lines of equal elements, and lists the first ones."""
-    numbers = np.flatnonzero(lines)
-    which = ", ".join(map(str, numbers[:_LISTED])) + (", ..." if len(numbers) > _LISTED else "")
-    verb = "has" if len(numbers) == 1 else "have"
-    found = f"{len(numbers)} of {counted(len(lines), _LINE[axis])} of {matrix.name}"
-    return f"{found} {verb} equal elements ({which})"
 
 
 def gaps(matrix: Genotypes, memory: int) -> Stats | None:

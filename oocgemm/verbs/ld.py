@@ -14,9 +14,10 @@ from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
 from oocgemm.jobs.options import LdArguments, documented
 from oocgemm.jobs.request import Selection
 from oocgemm.jobs.run import Plan, Result, outcome
-from oocgemm.jobs.steps import AnyStep, Coefficients
+from oocgemm.jobs.steps import AnyStep
 from oocgemm.jobs.windows import band_of, within
 from oocgemm.stores import Collecting
+from oocgemm.stores.transformed import multiplied_dtype
 from oocgemm.stores.zarr_matrix import check_free, save_sparse
 from oocgemm.values import dataclass
 from oocgemm.verbs.ld_scores import near
@@ -109,10 +110,11 @@ def ld(
     if place is not None and not dry_run:
         check_free(place)
     where = {"window": window, "unit": unit, "positions": positions, "chromosomes": chromosomes}
-    request, firsts = near(x, axis, constant, where, dict[str, Any](options), dry_run=dry_run)
+    request, coefficients, firsts = near(x, axis, constant, where, dict[str, Any](options), dry_run=dry_run)
     into = Selection(threshold=sqrt(min_r2), absolute=True, names=("X", "X"), band=band_of(firsts))
-    steps: tuple[AnyStep, ...] = Coefficients(), *within(firsts, both=False)
-    count = stores.open_matrix("X", stores.located("X", x), decode=False).shape[axis]
+    steps: tuple[AnyStep, ...] = coefficients, *within(firsts, both=False)
+    matrix = stores.open_matrix("X", stores.located("X", x), decode=False)
+    count, wide = matrix.shape[axis], multiplied_dtype(matrix.dtype).itemsize == 8
 
     def paired(result: Result) -> LD:
         assert isinstance(result.c, Collecting)
@@ -121,6 +123,7 @@ def ld(
             counts = np.zeros(count, np.int64)
             counts[kept] = np.diff(starts)
             starts, columns = np.append(0, np.cumsum(counts)), kept[columns]
+        r = r if wide else r.astype(np.float32, copy=False)
         found = LD(starts, columns, r, replace(result, c=None))
         if place is not None:
             found.save(place)

@@ -122,6 +122,41 @@ def test_every_executor_finds_the_same_pairs(how: str, tmp_path: Path) -> None:
     assert found.r.dtype == np.float32
 
 
+@pytest.mark.parametrize("devices", [None, "0,0"])
+def test_integers_are_multiplied_as_they_are_on_a_gpu(devices: str | None, tmp_path: Path) -> None:
+    x = RNG.integers(-1, 3, (50, 80)).astype(np.int8)
+    x[:, 7] = 1
+    x[:, 40] = x[:, 41]
+    options: Any = {"window": 9, "tile": "16x16x20", "constant": "drop", "devices": devices}
+    options |= {"backend": "cuda", "kernel": "cublas", "verify": True}
+    with fake_cuda():
+        with pytest.warns(oocgemm.DataWarning, match="left out"):
+            found = oocgemm.ld(x, min_r2=0.02, **options)
+        with pytest.warns(oocgemm.DataWarning, match="left out"):
+            scores = oocgemm.ld_scores(x, **options)
+    assert found.run.plan.problem.exact
+    assert found.r.dtype == np.float32
+    used = np.delete(np.arange(80), 7)
+    r = coefficients(x[:, used])
+    wanted = near(np.zeros(79), np.arange(79), 9)
+    right = np.full((80, 80), np.nan)
+    right[np.ix_(used, used)] = np.where(wanted & (r * r >= 0.02), r, np.nan)
+    np.testing.assert_array_equal(dense(found), right.astype(np.float32))
+    np.testing.assert_allclose(
+        scores.scores[used], 1 + (np.where(wanted | wanted.T, r, 0) ** 2).sum(1), rtol=1e-12
+    )
+
+
+def test_equal_genotypes_are_refused_on_a_gpu() -> None:
+    x = GENOTYPES.copy()
+    x[:, 3] = 1
+    with (
+        fake_cuda(),
+        pytest.raises(oocgemm.InputError, match=r"1 of 90 columns of X has equal elements \(3\)"),
+    ):
+        oocgemm.ld(x, window=4, backend="cuda", kernel="cublas")
+
+
 def test_only_tiles_with_a_pair_in_the_window_are_computed() -> None:
     x, positions = np.zeros((20, 640)), np.arange(640) * 10
     positions[320:] += 10**9
