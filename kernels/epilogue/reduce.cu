@@ -5,8 +5,13 @@
 //
 // Macros:
 //   OOC_ACCUMULATED  type of the elements: float or double
+//   OOC_PITCH        a row of the strip is followed by room for OOC_PITCH - 1 rows; 1 if it is not defined
 //   OOC_REDUCTION    0: the sum, 1: the sum of squares, 2: the largest element
 // Launch: any number of blocks of 256 threads along x, which take turns with the rows.
+#ifndef OOC_PITCH
+#define OOC_PITCH 1
+#endif
+
 __device__ inline double joined(double x, double y) {
 #if OOC_REDUCTION == 2
     return x != x || x > y ? x : y;
@@ -21,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256) reduce(
     __shared__ double parts[256];
     const int thread = threadIdx.x;
     for (long long i = blockIdx.x; i < height; i += gridDim.x) {
-        const OOC_ACCUMULATED* row = elements + i * width;
+        const OOC_ACCUMULATED* row = elements + i * width * OOC_PITCH;
         double found = OOC_REDUCTION == 2 ? -__longlong_as_double(0x7ffll << 52) : 0.0;
         for (long long j = thread; j < width; j += 256) {
             const double x = static_cast<double>(row[j]);

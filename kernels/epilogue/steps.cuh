@@ -6,6 +6,8 @@
 // Macros:
 //   OOC_ACCUMULATED  type of the sums: float, double, or int
 //   OOC_CHAIN        the steps, in their order, as OOC_STEP(name, number) without separators
+//   OOC_TERMS        the number of terms of the product, and of sums of an element; 1 if it is not defined
+//   OOC_COMBINE      the step that combines the sums of several terms. It is number 0, and not in OOC_CHAIN
 #pragma once
 
 struct step_t {
@@ -77,6 +79,36 @@ __device__ inline double squared(double c, const step_t& s, long long, long long
 // NaN becomes 0, too, where it is outside.
 __device__ inline double within(double c, const step_t& s, long long i, long long j, double) {
     return number(s.rows, i) <= number(s.cols, j) ? c : s.value == 0 ? 0 : nan("");
+}
+
+// Steps that combine the sums t of several terms. Their order is that of `COMBINING` in oocgemm/planning/sinks.py.
+__device__ inline double undefined() {
+    const double zero = 0;
+    return zero / zero;
+}
+__device__ inline double pairwise_covariance(const double* t, double value) {
+    return t[0] > value ? (t[3] - t[1] * t[2] / t[0]) / (t[0] - value) : undefined();
+}
+__device__ inline double pairwise_correlation(const double* t, double value) {
+    const double of_x = t[0] * t[4] - t[1] * t[1], of_y = t[0] * t[5] - t[2] * t[2];
+    const double r = (t[0] * t[3] - t[1] * t[2]) / (sqrt(of_x) * sqrt(of_y));
+    const bool defined = of_x > value * t[0] * t[4] && of_y > value * t[0] * t[5];
+    return !defined ? undefined() : r > 1 ? 1 : r < -1 ? -1 : r;
+}
+
+#ifndef OOC_TERMS
+#define OOC_TERMS 1
+#endif
+// Returns the element of C that the sums of all terms make, the first of which is at `sums`.
+__device__ inline double combined(const OOC_ACCUMULATED* sums, long long width, const chain_t& chain) {
+#if OOC_TERMS > 1
+    double t[OOC_TERMS];
+#pragma unroll
+    for (int e = 0; e < OOC_TERMS; ++e) t[e] = static_cast<double>(sums[e * width]);
+    return OOC_COMBINE(t, chain.steps[0].value);
+#else
+    return static_cast<double>(*sums);
+#endif
 }
 
 #define OOC_STEP(name, number) c = name(c, chain.steps[number], i, j, d);

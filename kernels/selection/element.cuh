@@ -6,7 +6,12 @@
 //   OOC_ACCUMULATED  type of the sums: float, double, or int
 //   OOC_WIDE         0: scores are float, columns unsigned. 1: scores are double, columns unsigned long long
 //   OOC_SCALED       1: rows and columns are scaled
+//   OOC_PITCH        a row of sums is followed by room for OOC_PITCH - 1 rows; 1 if it is not defined
 #pragma once
+
+#ifndef OOC_PITCH
+#define OOC_PITCH 1
+#endif
 
 using word_t = unsigned long long;
 #if OOC_WIDE

@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) threshold(
         const long long own = !OOC_TRIANGLE && excludes_self ? diagonal : -1;
         const long long end = below < width ? below : width;  // the first column that is left out
         const score_t of_row = OOC_SCALED ? scales[first_row + row] : score_t(1);
-        const OOC_ACCUMULATED* from = sums + row * width;
+        const OOC_ACCUMULATED* from = sums + row * width * OOC_PITCH;
         int used = 0;
         for (long long start = 0; start < end; start += 32 * UNROLL) {
             score_t scores[UNROLL];

@@ -194,7 +194,7 @@ extern "C" __global__ void topk(
         selected.begin(kept + row * count, k, lane);
         const long long own = excludes_self ? first_row + row : -1;
         const score_t of_row = OOC_SCALED ? scales[first_row + row] : score_t(1);
-        const OOC_ACCUMULATED* from = sums + row * width;
+        const OOC_ACCUMULATED* from = sums + row * width * OOC_PITCH;
         for (long long start = 0; start < width; start += 32 * UNROLL) {
             score_t scores[UNROLL];
             read_scores(from, start, width, lane, of_row, scales + first_column, scores);
@@ -218,6 +218,7 @@ extern "C" __global__ void topk_columns(
     // Columns are padded by 32 / warps elements. So the threads of a warp write to different banks of shared memory.
     const int pitch = 32 * UNROLL + 32 / warps;
     score_t* turned = reinterpret_cast<score_t*>(reinterpret_cast<rank_t*>(shared) + warps * ROOM);
+    const long long ld = width * OOC_PITCH;
     const int across = threadIdx.x % warps, down = threadIdx.x / warps;
     const score_t none = score_t(0), nan = none / none;
     for (long long left = static_cast<long long>(blockIdx.x) * warps; left < columns;
@@ -228,16 +229,16 @@ extern "C" __global__ void topk_columns(
         const score_t of_column = OOC_SCALED && reads ? scales[first_column + column] : score_t(1);
         for (long long top = 0; top < rows; top += 32 * UNROLL) {
             score_t scores[UNROLL];
-            const OOC_ACCUMULATED* from = sums + (top + down) * width + column;
+            const OOC_ACCUMULATED* from = sums + (top + down) * ld + column;
             if (reads && top + 32 * UNROLL <= rows) {
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u)
-                    scores[u] = score_at(from, u * 32 * width, of_column, scales + first_row + top + down, u * 32);
+                    scores[u] = score_at(from, u * 32 * ld, of_column, scales + first_row + top + down, u * 32);
             } else {
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u)
                     scores[u] = reads && top + down + u * 32 < rows
-                                    ? score_at(from, u * 32 * width, of_column, scales + first_row + top + down, u * 32)
+                                    ? score_at(from, u * 32 * ld, of_column, scales + first_row + top + down, u * 32)
                                     : nan;
             }
             if (warps > 1) {

@@ -31,6 +31,19 @@ __device__ inline double element_center(double x, double&, double u, const step_
 __device__ inline double element_clip(double x, double&, double, const step_t& s) {
     return x != x ? x : fmin(fmax(x, s.first), s.second);
 }
+__device__ inline double element_known(double x, double&, double, const step_t& s) { return x == s.first ? 0 : 1; }
+__device__ inline double element_known_nan(double x, double&, double, const step_t&) { return x != x ? 0 : 1; }
+__device__ inline double element_or_zero(double x, double&, double, const step_t& s) { return x == s.first ? 0 : x; }
+__device__ inline double element_or_zero_nan(double x, double&, double, const step_t&) { return x != x ? 0 : x; }
+__device__ inline double element_equal(double x, double&, double, const step_t& s) { return x == s.first ? 1 : 0; }
+__device__ inline double element_shift(double x, double&, double, const step_t& s) { return x + s.first; }
+__device__ inline double element_square(double x, double&, double, const step_t&) {
+#ifdef __CUDA_ARCH__
+    return __dmul_rn(x, x);
+#else
+    return x * x;
+#endif
+}
 // Not contracted with a subtraction after it, so that bits are those of the host.
 __device__ inline double element_scale(double x, double&, double u, const step_t&) {
 #ifdef __CUDA_ARCH__

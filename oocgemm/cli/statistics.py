@@ -84,7 +84,7 @@ def corr(x: str, out: str, topk: int | None, threshold: float | None, **options:
     if not options["dry_run"]:
         check_saving(out, x, None if dropped else topk, options["axis"])
     # With --topk or --threshold, most other options are refused if they are given.
-    known = SELECTION_OPTIONS | {"y", "axis", "constant", "as_json", "quiet", "dry_run"}
+    known = SELECTION_OPTIONS | {"y", "axis", "constant", "pairwise", "as_json", "quiet", "dry_run"}
     options = {name: value for name, value in options.items() if value or name in known}
     run_product(
         partial(correlation.corr, x, topk=topk, threshold=threshold), out, _given(x, options), **options

@@ -17,6 +17,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
+from oocgemm.jobs import support
 from oocgemm.jobs.option_groups import Transpose
 from oocgemm.jobs.request import Chain, Gram, Reduction, Request, Selection, Source
 from oocgemm.jobs.stats import Stats, largest, squares, stats_of
@@ -35,6 +36,7 @@ from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape
 from oocgemm.planning.cover import Halved, Triangle, cover_of
 from oocgemm.planning.problem import Updated, same
 from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
+from oocgemm.planning.terms import ONE
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import counted
 from oocgemm.stores import Array, Matrix
@@ -62,6 +64,8 @@ MAX_SQUARE = float(np.finfo(np.float64).max) / 16
 
 # Largest number of ones whose sum is exact in float32.
 _MAX_EXACT = 1 << 24
+# Largest sum in int32.
+_MAX_INT32 = (1 << 31) - 1
 # dtypes of scores, by the dtype of E, where the default dtype of C does not fit.
 _SCORES = {
     **dict.fromkeys(("float16", "bfloat16"), "float32"),
@@ -355,10 +359,29 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     if request.slicing is not None:
         a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
         b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
-    a, b = as_multiplied(a, b)
+    a, b = as_multiplied(*_exact(request, backend, a, b))
     scalars = request.alpha, request.beta
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
-    return _stored(request, problem, a, b, backend)
+    return _stored(request, _with_terms(request, problem), a, b, backend)
+
+
+def _exact(request: Request, backend: str, *matrices: Matrix) -> tuple[Matrix, ...]:
+    """Return operands in the dtype in which a backend sums small integers without rounding, and fast."""
+    most = request.terms.largest * max(max(matrix.shape) for matrix in matrices)
+    if backend == "cuda" or not request.terms.largest:
+        return matrices
+    wide = np.dtype(np.float32 if most <= _MAX_EXACT else np.float64)
+    return tuple(ConvertedMatrix(matrix, wide) for matrix in matrices)
+
+
+def _with_terms(request: Request, problem: GemmProblem) -> GemmProblem:
+    """Return the problem with the terms of its request. Raises `InputError` if they cannot be computed."""
+    if request.terms != ONE and problem.planes:
+        raise InputError(
+            "compute = 'emulated' computes one product, and the result is made of several: drop compute "
+            "(--compute)"
+        )
+    return replace(problem, terms=request.terms)
 
 
 def _stored(
@@ -407,7 +430,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     else:
         x = transformed(x, change, trans, left=True)
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
-    (x,) = as_multiplied(x)
+    (x,) = as_multiplied(*_exact(request, backend, x))
     scalars = request.alpha, request.beta
     for name, value in zip(("alpha", "beta"), scalars, strict=True):
         if isinstance(value, complex) and value.imag != 0:
@@ -417,7 +440,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
             )
     problem = problem_of(x, x, *scalars, trans, other, request.compute, request.out_dtype)
     problem = replace(problem, b=same(problem.b), cover=cover_of(request.into.uplo))
-    return _stored(request, problem, x, x, backend)
+    return _stored(request, _with_terms(request, problem), x, x, backend)
 
 
 def _opened_pair(request: Request, names: tuple[str, str]) -> tuple[Matrix, Matrix]:
@@ -469,13 +492,18 @@ def _open_selection(
     a, b, problem = _open_pair(request, selection.names, backend, same=selection.same)
     if selection.topk and not selection.same:
         _check_most(selection.topk, problem.n)
-    if not problem.epilogue:
+    if not problem.epilogue or problem.terms != ONE:
         problem = _accumulated(problem, backend)
     if selection.same and is_symmetric(request.epilogue):
         cover = Triangle() if selection.band is None else Halved(band=selection.band)
         problem = replace(problem, b=same(problem.b), cover=cover)
     if selection.topk or backend == "cuda":
-        of_each = SELECTED[problem.acc_dtype], problem.epilogue, selection.cosine, selection.excludes_self
+        of_each = (
+            SELECTED[problem.combined_dtype],
+            problem.epilogue,
+            selection.cosine,
+            selection.excludes_self,
+        )
         least = selection.least(problem)
         sink = (
             Largest(*of_each, selection.topk)
@@ -507,9 +535,13 @@ def _open_pair(
         _check_topk(name, selection, rows)
     a, trans = _multiplied(a, request.a, left=True)
     b, other = (a, Op.N if trans.swaps else Op.T) if same else _multiplied(b, request.b, left=False)
-    a, b = as_multiplied(a) * 2 if same else as_multiplied(a, b)
+    a, b = (
+        as_multiplied(*_exact(request, backend, a)) * 2
+        if same
+        else as_multiplied(*_exact(request, backend, a, b))
+    )
     score = _SCORES.get(a.dtype.name)
-    problem = problem_of(a, b, 1, 0, trans, other, request.compute, score)
+    problem = _with_terms(request, problem_of(a, b, 1, 0, trans, other, request.compute, score))
     if problem.is_corrected:
         raise InputError(
             f"cast = 'int8' with centers corrects a C that is stored, and this one is not: pass another cast "
@@ -587,8 +619,9 @@ def _check_topk(name: str, selection: Selection, rows: int) -> None:
 
 def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:
     """Return the problem with the dtype of its sums: int32 for int8 on a GPU, if no sum can overflow."""
-    narrow = problem.exact and not DTYPES[problem.a_dtype].wide
-    if narrow and backend == "cuda" and problem.depth <= emulation.MAX_INT32_DEPTH:
+    narrow, largest = problem.exact and not DTYPES[problem.a_dtype].wide, problem.terms.largest
+    depth = emulation.MAX_INT32_DEPTH if not largest else _MAX_INT32 // largest
+    if narrow and backend == "cuda" and problem.depth <= depth:
         return problem.with_sums("int32")
     return problem
 
@@ -597,6 +630,8 @@ def _checked(request: Request, problem: GemmProblem, tier: str) -> GemmProblem:
     """Return the problem with its checksums, which `tier` computes, if the request asks for them."""
     if not request.verify:
         return problem
+    if request.terms != ONE:
+        raise support.refusal(support.ONE, "verify of terms")
     if problem.updates_c and (problem.epilogue or problem.is_corrected):
         remedy = "pass a copy of it as D of a step Add(D, value=beta), with beta = 0, or drop verify"
         if problem.is_corrected:  # no step can follow the centers

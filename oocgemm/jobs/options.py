@@ -247,7 +247,22 @@ class _Constant(TypedDict, total=False):
     ]
 
 
-class CoefficientOptions(_Second, _Constant, CorrelationOptions, total=False):
+class _Pairwise(TypedDict, total=False):
+    pairwise: Annotated[
+        bool,
+        Option(
+            "Leave out missing elements: a pair of rows is compared by the columns that both know, as pandas "
+            "does.",
+            "Missing are NaN, missing genotypes of a .bed file, and what the operand declares (`_FillValue`, "
+            "`missing_value`). Means and variances are those of the columns that both know, in float64; "
+            "those of genotypes are exact. A pair that has no result is NaN: it has less than two columns, "
+            "or one of its rows has equal elements there.",
+            False,
+        ),
+    ]
+
+
+class CoefficientOptions(_Second, _Constant, _Pairwise, CorrelationOptions, total=False):
     """Options of `oocgemm.corr` except `topk`, `threshold` and `axis`."""
 
 
@@ -255,7 +270,7 @@ class CorrArguments(_Axis, _Correlated, CoefficientOptions, total=False):
     """All options of `oocgemm.corr`."""
 
 
-class CovArguments(_Second, _Axis, CorrelationOptions, total=False):
+class CovArguments(_Second, _Axis, _Pairwise, CorrelationOptions, total=False):
     """All options of `oocgemm.cov`."""
 
     ddof: Annotated[

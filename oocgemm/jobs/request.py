@@ -28,6 +28,7 @@ from oocgemm.jobs.steps import Epilogue, steps_of
 from oocgemm.planning import GemmProblem, Layout, Op, Plan, TileShape
 from oocgemm.planning.cover import Band
 from oocgemm.planning.partition import Slicing
+from oocgemm.planning.terms import ONE, Terms
 from oocgemm.planning.tiling import Range, Shape
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Array, Matrix
@@ -345,7 +346,8 @@ class Source:
     - `rows`: the rows of the stored matrix that are multiplied, which begin at a border of chunks; None for
       all. Only for X of a `Chain` or a `Gram`.
     - `impute`: whether missing genotypes in a .bed file are replaced by means.
-    - `standardize`: how rows of op(A) are standardized: "center" or "scale"; "" if they are not.
+    - `standardize`: how rows of op(A) are standardized: "center" or "scale", or "shift" to subtract the means
+      of what is known, while missing elements become NaN; "" if they are not.
     - `constant`: if rows are scaled, what happens to rows of equal elements.
     - `kept`: the numbers of the rows that are used; None for all.
     - `known`: if it is set, X is replaced by 1 for known genotypes and 0 elsewhere (`Known`).
@@ -427,6 +429,7 @@ class Request:
     - `into`: what becomes of C. `epilogue` changes C before that.
     - `decode`: if False, stored numbers are taken as they are, whatever an operand declares.
     - `planned`: the plan to run. If it is None, the run is planned when it starts.
+    - `terms`: the terms whose sums the first step of the epilogue combines (`oocgemm.planning.terms`).
     - `slicing`: the product is that of the stacked slices of k of A and B (`oocgemm.planning.partition`).
     """
 
@@ -440,6 +443,7 @@ class Request:
     compute: str = "native"
     out_dtype: Any = None
     decode: bool = True
+    terms: Terms = ONE
     slicing: Slicing | None = None
     budgets: Memory = Memory()
     where: Where = Where()

@@ -36,6 +36,7 @@ from oocgemm.jobs.prepare import Output, PreparedRun, check_memory, prepare
 from oocgemm.jobs.request import Request, Source
 from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of
 from oocgemm.machine import info as system
+from oocgemm.planning.terms import ONE
 from oocgemm.planning.units import counted, format_rate, format_size, format_time, parse_rate
 from oocgemm.stores import Matrix, is_plain
 from oocgemm.system.resources import available_memory
@@ -651,7 +652,7 @@ def run_side_by_side(requests: Sequence[Request], lanes: int, take: Callable[[Re
 
 def _check_genotypes(request: Request) -> None:
     """Raise `InputError` if a product would multiply the codes of missing genotypes in a .bed file."""
-    replaced = request.a.impute or request.a.known is not None
+    replaced = request.a.impute or request.a.known is not None or request.terms != ONE
     if replaced or not (request.decode and request.into.refuses_missing):
         return
     names = ["X"] if request.into.uplo else ["A", "B"]

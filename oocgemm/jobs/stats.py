@@ -41,6 +41,7 @@ from oocgemm.jobs.option_groups import Operand, Size
 from oocgemm.jobs.steps import (
     Add,
     Coefficients,
+    Combined,
     Correlation,
     Distance,
     Divide,
@@ -687,7 +688,7 @@ def epilogue_numbers(
                 found.append(
                     (vector_of(step.rows, problem.m, "rows"), vector_of(step.cols, problem.n, "cols"))
                 )
-            case Add() | Divide() | SquareRoot() | Squared():
+            case Add() | Divide() | SquareRoot() | Squared() | Combined():
                 found.append((None, None))
             case Within():
                 found.append((step.rows, step.cols))

@@ -201,6 +201,18 @@ class Within:
 
 
 @dataclass(frozen=True)
+class Combined:
+    """Make C of the sums of several terms (`oocgemm.planning.sinks.COMBINING`). It is the first step."""
+
+    kind: str
+    value: float = 0.0
+
+    @property
+    def step(self) -> Step:
+        return Step(self.kind, value=self.value)
+
+
+@dataclass(frozen=True)
 class Cast:
     """Round C to float16, bfloat16, float32 or float64, as the last step. It replaces out_dtype."""
 
@@ -209,7 +221,7 @@ class Cast:
 
 # The steps that callers pass, and those that verbs add.
 EpilogueStep = Scale | RankOne | Add | Divide | Correlation | Gaussian | Cast
-AnyStep = EpilogueStep | Distance | Jaccard | Hamming | SquareRoot | Squared | Within
+AnyStep = EpilogueStep | Distance | Jaccard | Hamming | SquareRoot | Squared | Within | Combined
 Epilogue = Sequence[AnyStep]
 
 
@@ -322,7 +334,7 @@ def _step(given: AnyStep, problem: GemmProblem, name: str) -> Step:
             return Step("divide_or_zero" if isinstance(given, DivideOrZero) else "divide")
         case Correlation():
             return Step("correlation", True, True)
-        case Distance() | Jaccard() | Hamming() | SquareRoot() | Squared() | Within():
+        case Distance() | Jaccard() | Hamming() | SquareRoot() | Squared() | Within() | Combined():
             return given.step
         case Gaussian():
             gamma = given.gamma

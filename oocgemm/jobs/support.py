@@ -72,6 +72,11 @@ HOLES = (
         "and not resumed",
     ),
     Hole(
+        (ONE, SEVERAL, WORKERS, SERVICE),
+        "verify of terms",
+        "verify checks one product, and the result is made of several: drop verify (--verify)",
+    ),
+    Hole(
         (SERVICE,),
         "URL",
         "{name} is a URL, and jobs take no URLs: pass the path of an array",

@@ -31,12 +31,13 @@ from oocgemm.stores.transformed import (
     ImputedMatrix,
     NormalizedMatrix,
     Numbers,
+    ShiftedMatrix,
     StandardizedMatrix,
     SteppedMatrix,
     TransformedMatrix,
     chain_of,
 )
-from oocgemm.stores.unpacked import accepting, with_left_out
+from oocgemm.stores.unpacked import accepting, with_left_out, with_nan
 from oocgemm.system.resources import RECENT, available_memory
 
 # The name of a line, by the axis that numbers the lines.
@@ -50,6 +51,7 @@ def standardized(matrix: Matrix, how: str, line_axis: int) -> Matrix:
     """Return an operand whose lines are standardized, which can be planned with but not read.
 
     `how` is "center" to subtract the mean of each line, or "scale" to also divide by the norm of the result.
+    With "shift", the mean is that of the elements that are not NaN, which stay NaN.
     `line_axis` is the axis of the stored matrix that numbers the lines. Raises `InputError` for a complex
     operand.
     """
@@ -63,6 +65,8 @@ def standardized(matrix: Matrix, how: str, line_axis: int) -> Matrix:
             f"{matrix.name} has shape {matrix.shape}, so that its {_LINE[line_axis]}s have no elements, and "
             "no correlations: pass an X with at least 1 element in each"
         )
+    if how == "shift":
+        return ShiftedMatrix(matrix, line_axis)
     return StandardizedMatrix(matrix, line_axis, scaled=how == "scale")
 
 
@@ -88,6 +92,18 @@ def _of_lines(matrix: StandardizedMatrix, memory: int, sweep: Sweep | None) -> t
         return (found.mean,)
     with np.errstate(divide="ignore"):
         return found.mean, np.where(_constant(found), 0.0, 1 / np.sqrt(squares))
+
+
+def _of_known(matrix: ShiftedMatrix, memory: int, sweep: Sweep | None) -> tuple[Numbers, ...]:
+    """Return the means of what is known of lines. Raises `InputError` if a line has elements that are Inf."""
+    axis = matrix.line_axis
+    found = stats_of(matrix.matrix, 1 - axis, Transform(missing=nan), memory, extremes=False, sweep=sweep)
+    if (lines := np.flatnonzero((found.count > 0) & ~np.isfinite(found.variance))).size:
+        raise InputError(
+            f"{_LINE[axis]} {lines[0]} of {matrix.name} has elements that are Inf (one of {lines.size} such "
+            f"{_LINE[axis]}s): replace them by NaN to leave them out"
+        )
+    return (np.where(found.count > 0, found.mean, 0.0),)
 
 
 def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
@@ -164,6 +180,8 @@ def opened(name: str, request: Request) -> Matrix:
 
 def completed(matrix: Matrix, source: Source, request: Request) -> Matrix:
     """Return an operand of a request, with missing genotypes replaced if the request asks for that."""
+    if source.standardize == "shift" and request.decode:
+        return with_nan(matrix, MISSING if isinstance(matrix, Genotypes) else None)
     replaces = isinstance(source.transform, Transform) and source.transform.missing is not None
     wanted = source.impute and request.decode and not replaces
     return imputed(matrix, memory_of(request)) if wanted else matrix
@@ -290,6 +308,7 @@ def _of_rows(matrix: NormalizedMatrix, memory: int, sweep: Sweep | None) -> tupl
 _NUMBERS: dict[type[SteppedMatrix], Callable[..., tuple[Numbers, ...]]] = {
     TransformedMatrix: _of_transform,
     StandardizedMatrix: _of_lines,
+    ShiftedMatrix: _of_known,
     ConvertedMatrix: lambda matrix, memory, sweep: (),
     NormalizedMatrix: _of_rows,
 }

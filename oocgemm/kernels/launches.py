@@ -238,9 +238,14 @@ class ChainNumbers(ctypes.Structure):
 
 def chain_options(problem: GemmProblem, result: str) -> tuple[str, ...]:
     """Return the compiler options of the kernel `chain`, whose result has the dtype `result`."""
-    steps = "".join(f"OOC_STEP({step.kind},{number})" for number, step in enumerate(problem.epilogue))
+    combines, more = problem.terms.count > 1, dict[str, object]()
+    if combines:  # the first step combines sums
+        pitch = 1 if problem.sink.stores_c else problem.terms.count
+        more = {"TERMS": problem.terms.count, "COMBINE": problem.epilogue[0].kind, "PITCH": pitch}
+    numbered = list(enumerate(problem.epilogue))[combines:]
+    steps = "".join(f"OOC_STEP({step.kind},{number})" for number, step in numbered)
     types = {"ACCUMULATED": C_TYPES[problem.acc_dtype], "STORED": C_TYPES[result]}
-    return _defined(**types, CHAIN=steps, READS=int(problem.reads_c))
+    return _defined(**types, CHAIN=steps, READS=int(problem.reads_c), **more)
 
 
 def chain_grid(rows: int, cols: int) -> Grid:
@@ -250,7 +255,16 @@ def chain_grid(rows: int, cols: int) -> Grid:
 def reduce_options(problem: GemmProblem) -> tuple[str, ...]:
     sink = problem.sink
     assert isinstance(sink, Reduced)
-    return _defined(ACCUMULATED=C_TYPES[problem.acc_dtype], REDUCTION=REDUCTIONS.index(sink.reduction))
+    return _defined(
+        ACCUMULATED=C_TYPES[problem.combined_dtype],
+        REDUCTION=REDUCTIONS.index(sink.reduction),
+        **_pitched(problem),
+    )
+
+
+def _pitched(problem: GemmProblem) -> dict[str, int]:
+    """Return the macro that says how many rows are as long as a row of sums; none if there is one term."""
+    return {"PITCH": problem.terms.count} if problem.terms.count > 1 else {}
 
 
 def reduce_grid(rows: int) -> Grid:
@@ -292,7 +306,8 @@ def threshold_options(problem: GemmProblem) -> tuple[str, ...]:
 
 def _selecting(problem: GemmProblem, **more: int) -> tuple[str, ...]:
     wide, scaled = int(_is_wide(problem)), int(problem.sink.scaled)
-    return _defined(ACCUMULATED=C_TYPES[problem.acc_dtype], WIDE=wide, SCALED=scaled, **more)
+    given = more | _pitched(problem)
+    return _defined(ACCUMULATED=C_TYPES[problem.combined_dtype], WIDE=wide, SCALED=scaled, **given)
 
 
 def topk_launch(problem: GemmProblem, rows: int) -> Launch:

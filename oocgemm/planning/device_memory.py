@@ -1,8 +1,9 @@
 """What is in device memory besides panels and tiles, as byte offsets and sizes.
 
 - *Expanded panels*: those that the device has transformed (`oocgemm.Transform`). A slot of the operand "P"
-  contains the results for one step: the expanded panel of op(A), and behind it that of op(B). A panel that is
-  not transformed has no part there.
+  contains the results for one step: the expanded panel of op(A), and behind it that of op(B). With several
+  terms (`oocgemm.planning.terms`), all maps of a panel follow each other. A panel that is not transformed has
+  no part there.
 - *Numbers* of steps on elements of A, B and C, and what the device measures to find them.
 - *Selected elements* of C. A device slot D contains the largest elements of all rows of C, or those elements
   of a strip that are above a threshold. Many warps of a GPU append to a slot of the second kind. Each append
@@ -75,16 +76,21 @@ def measure_room(problem: GemmProblem) -> MeasureRoom:
     return MeasureRoom(weights, products, square, round_up(square + 8, _ALIGNMENT))
 
 
-def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, int]:
-    """Return the bytes of the expanded panels of op(A) and of op(B) of an m x n x k step, aligned."""
-    a, b = (
-        round_up(rows * k * DTYPES[name].itemsize, _ALIGNMENT) if stored else 0
-        for rows, name, stored in (
-            (m, problem.a_dtype, problem.a.stored),
-            (n, problem.b_dtype, problem.b.stored),
-        )
-    )
-    return a, b
+def map_offsets(problem: GemmProblem, m: int, n: int, k: int) -> tuple[dict[str, list[int]], int]:
+    """Lay out the expanded panels of an m x n x k step.
+
+    Returns for the roles "A" and "B" the byte offset of each map, or -1 for a map that is the panel itself,
+    and the bytes of all.
+    """
+    offsets, end = dict[str, list[int]](), 0
+    for role, rows, operand in (("A", m, problem.a), ("B", n, problem.b)):
+        size = round_up(rows * k * DTYPES[operand.dtype].itemsize, _ALIGNMENT)
+        offsets[role] = []
+        for steps in problem.terms.of(role):
+            expands = bool(operand.stored or steps)
+            offsets[role].append(end if expands else -1)
+            end += size * expands
+    return offsets, end
 
 
 def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
@@ -139,7 +145,7 @@ def vector_bytes(problem: GemmProblem) -> int:
 def factor_bytes(problem: GemmProblem) -> int:
     """Return the bytes on the device of a matrix that B or the sink needs there, aligned."""
     elements = problem.b.factor_elements(problem.m, problem.n) + problem.n * problem.sink.vector_elements
-    return round_up(elements * problem.itemsizes["acc"], _ALIGNMENT)
+    return round_up(elements * problem.acc_itemsize, _ALIGNMENT)
 
 
 # The value of all bytes of a selected element that stands for none: its score is NaN, and no index is larger.

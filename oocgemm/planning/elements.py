@@ -45,6 +45,11 @@ KINDS = {
     "center": StepKind("x - u"),
     "scale": StepKind("x u"),
     "clip": StepKind("x, but at least the first constant and at most the second one", has_numbers=False),
+    "known": StepKind("1, but 0 where x is the constant, or NaN if that is NaN", has_numbers=False),
+    "or_zero": StepKind("x, but 0 where it is the constant, or NaN if that is NaN", has_numbers=False),
+    "equal": StepKind("1 where x is the constant; 0 elsewhere", has_numbers=False),
+    "shift": StepKind("x plus the constant", has_numbers=False),
+    "square": StepKind("x^2", has_numbers=False),
     "correct": StepKind("x. The product is that of x - u, of integers x: C is corrected", deferred=True),
 }
 

@@ -633,7 +633,7 @@ class _Choice:
             return 0.0
         problem, machine = self._plan.problem, self._storage.shared(self._plan.machine, 1)
         elements, sizes = problem.m * problem.n, problem.itemsizes
-        read = elements * (slices * sizes["acc"] + (sizes["C"] if problem.reads_c else 0))
+        read = elements * (slices * problem.acc_itemsize + (sizes["C"] if problem.reads_c else 0))
         return read / machine.read + elements * sizes["C"] / machine.write
 
     def _bottleneck(self, priced: _Priced, workers: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from oocgemm.planning.cover import WHOLE, Cover, cover_of
 from oocgemm.planning.elements import IN_PANEL, ElementStep, parsed_steps
 from oocgemm.planning.sinks import SINKS, Sink, Step, Stored
+from oocgemm.planning.terms import ONE, Terms
 from oocgemm.values import dataclass
 
 
@@ -224,6 +225,7 @@ class GemmProblem:
     """``C (m x n) = op(A) (m x k) @ op(B) (k x n)``, and what becomes of C (`oocgemm.planning.sinks`).
 
     The accumulator and C may be wider than A and B. `cover` says which elements of C are computed and stored.
+    With several `terms`, several products of the same panels are summed, and combined to C.
 
     If elements of A or B have a deferred step, C `is_corrected`: A or B minus means along k are multiplied.
     The product of A and B themselves is computed, and a matrix of rank one is subtracted when C is finished.
@@ -240,6 +242,7 @@ class GemmProblem:
     arithmetic: Arithmetic
     sink: Sink
     cover: Cover = WHOLE
+    terms: Terms = ONE
 
     @classmethod
     def of(
@@ -374,8 +377,9 @@ class GemmProblem:
 
     @property
     def expanded_itemsize(self) -> int:
-        """Bytes of an element of an expanded panel; 0 if no panel is expanded."""
-        return DTYPES[self.a_dtype].itemsize if self.a.stored or self.b.stored else 0
+        """Bytes that expanded panels have for an element of a panel; 0 if no panel is expanded."""
+        expands = self.a.stored or self.b.stored or self.terms.changes
+        return DTYPES[self.a_dtype].itemsize * self.terms.maps if expands else 0
 
     @property
     def prepares(self) -> bool:
@@ -384,7 +388,10 @@ class GemmProblem:
 
     def prepared_bytes(self, m: int, n: int, k: int) -> int:
         """Return the bytes of the panels that the Prepare of an m x n x k step reads."""
-        a, b = (bool(self.planes or stored) for stored in (self.a.stored, self.b.stored))
+        a, b = (
+            len(maps) if self.planes or x.stored else sum(map(bool, maps))
+            for x, maps in ((self.a, self.terms.a), (self.b, self.terms.b))
+        )
         return (m * a * self.itemsizes["A"] + n * b * self.itemsizes["B"]) * k
 
     @property
@@ -463,7 +470,8 @@ class GemmProblem:
 
     def step_flops(self, m: int, n: int, k: int) -> int:
         """Count the operations of an m x n x k part: 2 per product of elements, or 8 if complex."""
-        return self.b.flops((8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k, self.n)
+        each = (8 if DTYPES[self.acc_dtype].is_complex else 2) * self.terms.count
+        return self.b.flops(each * m * n * k, self.n)
 
     def stored_extent(self, operand: str, axis: str) -> int:
         """Return the number of rows (`axis` "rows") or columns ("cols") of the stored operand "A" or "B"."""
@@ -478,8 +486,22 @@ class GemmProblem:
 
     @cached_property
     def itemsizes(self) -> dict[str, int]:
-        """Bytes per element of A, B and C as stored, and of the accumulator ("acc")."""
-        return {operand: DTYPES[name].itemsize for operand, name in self.dtypes.items()}
+        """Bytes per element of A, B and C as stored, and of the accumulators of an element of C ("acc")."""
+        sizes = {operand: DTYPES[name].itemsize for operand, name in self.dtypes.items()}
+        return sizes | {"acc": sizes["acc"] * self.terms.count}
+
+    @property
+    def acc_itemsize(self) -> int:
+        """Bytes of an element of one accumulator."""
+        return DTYPES[self.acc_dtype].itemsize
+
+    @property
+    def combined_dtype(self) -> str:
+        """The dtype in which a GPU keeps elements in an accumulator, if an epilogue changes them there.
+
+        The elements of several terms are combined to real numbers, also if they are integers.
+        """
+        return "float32" if self.terms.count > 1 and self.acc_dtype == "int32" else self.acc_dtype
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -505,7 +527,7 @@ class GemmProblem:
             "chained": self.b.changed_columns,
             "elements_a": ", ".join(map(str, self.a.elements)),
             "elements_b": ", ".join(map(str, self.b.elements)),
-        } | self.sink.record()
+        } | (self.terms.record() | self.sink.record())
 
     @classmethod
     def recorded(cls, data: Mapping[str, Any]) -> "GemmProblem":
@@ -528,4 +550,5 @@ class GemmProblem:
             Arithmetic(data["acc_dtype"], data["compute"], data["checked"]),
             kind(**{field.name: own[field.name] for field in fields(kind)}),
             cover_of(data["gram"]),
+            Terms.recorded(data),
         )

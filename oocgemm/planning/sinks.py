@@ -36,6 +36,15 @@ STEPS = {
     "squared": "c^2 - value (1 - c^2)",
     "within": "c where u[i] <= v[j]; elsewhere 0, or NaN if value is not 0",
 }
+# The steps that combine the sums of several terms (`oocgemm.planning.terms`) to c, with the terms in their
+# order. Terms are written for a row x of op(A) and a column y of op(B): m is 1 where x is known and 0
+# elsewhere, and n is the same for y. Unknown elements of x and y are 0.
+COMBINING = {
+    # The covariance over what both know. `value` is subtracted from the count of it.
+    "pairwise_covariance": ("m n", "x n", "m y", "x y"),
+    # The correlation. It is NaN where a variance is at most `value` times the mean square of its elements.
+    "pairwise_correlation": ("m n", "x n", "m y", "x y", "x^2 n", "m y^2"),
+}
 # The steps that read D, and the steps whose vectors u and v are computed from the operands.
 _MERGING = ("add", "divide", "divide_or_zero")
 _DERIVED = ("correlation", "gaussian", "distance", "jaccard", "hamming", "identical")
@@ -57,6 +66,11 @@ class Step:
     def merges(self) -> bool:
         """Whether the step reads D."""
         return self.kind in _MERGING
+
+    @property
+    def combines(self) -> int:
+        """The number of terms whose sums the step combines; 0 if it changes an element of C."""
+        return len(COMBINING.get(self.kind, ()))
 
     @property
     def derives(self) -> bool:

@@ -80,6 +80,11 @@ _FORMS: dict[str, Callable[[Array, ElementStep, Any], Array]] = {
     "center": lambda x, step, u: np.subtract(x, u, out=x),
     "scale": lambda x, step, u: np.multiply(x, u, out=x),
     "clip": lambda x, step, u: np.clip(x, *step.constants, out=x),
+    "known": lambda x, step, u: np.subtract(1.0, is_missing(x, step.constants[0]), out=x),
+    "or_zero": lambda x, step, u: _set(x, is_missing(x, step.constants[0]), 0),
+    "equal": lambda x, step, u: np.equal(x, step.constants[0], out=x, casting="unsafe"),
+    "shift": lambda x, step, u: np.add(x, step.constants[0], out=x),
+    "square": lambda x, step, u: np.square(x, out=x),
     "correct": lambda x, step, u: x,
 }
 
@@ -458,6 +463,36 @@ class StandardizedMatrix(SteppedMatrix):
     @property
     def what(self) -> str:  # type: ignore[override]
         return f"lines of axis {self.line_axis} {'scaled' if self.scaled else 'centered'}"
+
+
+class ShiftedMatrix(SteppedMatrix):
+    """A read-only view of a matrix with the mean of each line subtracted, in float64. NaN stays NaN.
+
+    A *line* is a row or a column. Its mean is that of its elements that are not NaN.
+    """
+
+    purpose = "shifted"
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        line_axis: int,
+        numbers: Sequence[Numbers] | None = None,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        """View a matrix whose lines are its rows (`line_axis` 0) or its columns (1)."""
+        self.line_axis = line_axis
+        steps = [ElementStep("center", _AXES[line_axis], STREAMED, "shift")]
+        super().__init__(matrix, steps, numbers, dtype or np.dtype(np.float64))
+
+    def on(
+        self, matrix: Matrix, numbers: Sequence[Numbers] | None, dtype: np.dtype[Any] | None = None
+    ) -> Self:
+        return type(self)(matrix, self.line_axis, numbers, dtype or self.dtype)
+
+    @property
+    def what(self) -> str:  # type: ignore[override]
+        return f"lines of axis {self.line_axis} shifted"
 
 
 def _standardized(matrix: Matrix) -> np.dtype[Any]:

@@ -96,6 +96,16 @@ def known_missing(matrix: Matrix) -> tuple[Matrix, float | None]:
     return UnpackedMatrix(plain, Declared(missing=matrix.missing), matrix.missing), nan
 
 
+def with_nan(matrix: Matrix, code: float | None) -> Matrix:
+    """Return a matrix with NaN in place of `code`, or if that is None, of what it declares as missing."""
+    if code is None:
+        matrix, code = known_missing(matrix)
+    plain = accepting(matrix, code)
+    if code is None or isnan(code):
+        return plain
+    return UnpackedMatrix(plain, Declared(missing=(code,)), (code,))
+
+
 def accepting(matrix: Matrix, code: float | None) -> Matrix:
     """Return a view of a matrix that accepts `code` in its elements. The caller replaces these elements."""
     if code is None or not isinstance(matrix, CompleteMatrix | UnpackedMatrix):

@@ -20,6 +20,7 @@ from oocgemm.jobs.request import Between, Request, parse_gram
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients
 from oocgemm.jobs.transforming import memory_of, opened, readable, transformed, varying_lines
+from oocgemm.verbs.pairwise import pairwise as in_pairs
 from oocgemm.verbs.similarity import between, check_options, selected, selection_of
 
 
@@ -66,6 +67,7 @@ def corr(
     threshold: float | None = None,
     y: Operand | None = None,
     constant: str = "nan",
+    pairwise: bool = False,
     dry_run: bool = False,
     **options: Unpack[CorrelationOptions],
 ) -> Result | Neighbors | Pairs | Plan:
@@ -95,6 +97,11 @@ def corr(
            [-1.,  1.]])
     """
     check_choices("corr", constant=constant)
+    if pairwise and constant != "nan":
+        raise InputError(
+            f"constant = {constant!r} is about whole rows, and with pairwise every pair of rows has its own "
+            "elements: drop constant (--constant), or drop pairwise"
+        )
     if y is not None and constant == "drop":
         raise InputError(
             "constant = 'drop' leaves rows of one operand out, and with y there are two: pass constant='nan' "
@@ -108,16 +115,17 @@ def corr(
         check_options("corr", options, SimilarityOptions)
         chosen = replace(selection_of(topk, threshold), absolute=threshold is not None)
         if y is None:
-            request = replace(
-                _gram("corr", x, None, None, axis, {}, options), into=replace(chosen, cosine=True)
-            )
+            chosen = replace(chosen, cosine=not pairwise)
+            request = replace(_gram("corr", x, None, None, axis, {}, options), into=chosen)
         else:
             chosen = replace(chosen, names=("X", "Y"), same=False, excludes_self=False)
             request = _gram("corr", x, y, None, axis, {"epilogue": (Coefficients(),)}, options)
             request = replace(request, into=chosen)
-    request = request.with_operands(standardize="scale", impute=True)
-    if not dry_run:
-        request = with_constant(request, constant)
+    if pairwise:
+        request = in_pairs(request, "correlation")
+    else:
+        request = request.with_operands(standardize="scale", impute=True)
+        request = request if dry_run else with_constant(request, constant)
     return outcome(request, (lambda found: found) if request.into.stores_c else selected, dry_run=dry_run)
 
 
@@ -150,6 +158,7 @@ def cov(
     axis: int = 0,
     y: Operand | None = None,
     ddof: int = 1,
+    pairwise: bool = False,
     dry_run: bool = False,
     **options: Unpack[CorrelationOptions],
 ) -> Result | Plan:
@@ -181,6 +190,9 @@ def cov(
             f"a covariance of {shape[1 - axis]} elements with ddof = {ddof} divides by {divisor}: pass a "
             "smaller ddof"
         )
+    if pairwise:
+        request = in_pairs(_gram("cov", x, y, out, axis, {}, options), "covariance", ddof)
+        return outcome(request, dry_run=dry_run)
     request = _gram("cov", x, y, out, axis, {"alpha": 1 / divisor}, options)
     return outcome(request.with_operands(standardize="center", impute=True), dry_run=dry_run)
 

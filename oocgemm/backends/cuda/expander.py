@@ -39,8 +39,8 @@ from oocgemm.kernels.launches import (
 )
 from oocgemm.planning import Op, Operation, Plan, Region
 from oocgemm.planning.cost.footprint import extents
-from oocgemm.planning.device_memory import SUM_BYTES, expanded_bytes, measure_room, step_offsets
-from oocgemm.planning.elements import missing_code
+from oocgemm.planning.device_memory import SUM_BYTES, map_offsets, measure_room, step_offsets
+from oocgemm.planning.elements import ElementStep, missing_code
 from oocgemm.planning.schedule.operation import Block
 from oocgemm.planning.tiling import ceil_div, length, round_up
 
@@ -158,9 +158,13 @@ class Expander:
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
         problem = plan.problem
         self._problem, self._kernels, self._address = problem, kernels, address
-        self._b_offset = expanded_bytes(problem, *extents(problem, plan.tile))[0]
-        # The operands in the roles of op(A) and op(B) whose panels are expanded.
-        self._operands = {role: x for role, x in (("A", problem.a), ("B", problem.b)) if x.stored}
+        self._offsets, _ = map_offsets(problem, *extents(problem, plan.tile))
+        self._operands = {"A": problem.a, "B": problem.b}
+        # By role, the steps of each map, of which those of the operand come first.
+        self._chains = {
+            role: [(*x.prepared, *steps) for steps in problem.terms.of(role)]
+            for role, x in self._operands.items()
+        }
         self._numbers: dict[str, list[int]] = {}  # by role, the address of the numbers of each step, or 0
         self.measurer = Measurer(plan, kernels, address) if problem.finds_numbers else None
 
@@ -180,21 +184,28 @@ class Expander:
             for role in "AB" if self._problem.b.shares else operand:
                 self._numbers[role] = places
             address += size
-        for role in self._operands:
-            for width in (1, WIDTH):
-                self._kernel(role, width)
+        for role, offsets in self._offsets.items():
+            for steps, at in zip(self._chains[role], offsets, strict=True):
+                for width in (1, WIDTH) if at >= 0 else ():
+                    self._kernel(role, steps, width)
         if self.measurer is not None:
             address = self.measurer.use(elements["A"], address, self._numbers["A"], stream)
         return address
 
-    def panels(self, a: int, b: int, slot: int) -> tuple[int, int]:
-        """Return the addresses of the panels to multiply as op(A) and op(B).
+    def panels(self, a: int, b: int, slot: int) -> tuple[list[int], list[int]]:
+        """Return the addresses of the maps to multiply as op(A), and those as op(B).
 
         `a` and `b` are the addresses of the stored panels, `slot` that of the slot with the expanded panels.
         """
-        # In a tile on the diagonal of a Gram matrix, one panel has both roles.
-        behind = 0 if self._problem.b.shares and a == b else self._b_offset
-        return slot if "A" in self._operands else a, slot + behind if "B" in self._operands else b
+        left, right = (
+            [panel if at < 0 else slot + at for at in self._offsets[role]]
+            for role, panel in (("A", a), ("B", b))
+        )
+        if self._problem.b.shares and a == b:
+            # In a tile on the diagonal of a Gram matrix, one panel has both roles.
+            known = dict(zip(self._chains["A"], left, strict=True))
+            right = [known.get(*each) for each in zip(self._chains["B"], right, strict=True)]
+        return left, right
 
     def check(self) -> None:
         if self.measurer is not None:
@@ -204,32 +215,36 @@ class Expander:
         """Prepare the launches of a Prepare: those of the `Measurer`, if there is one, and the transforms."""
         a, b = (self._address(region) for region in op.reads)
         to_a, to_b = self.panels(a, b, self._address(op.writes[0]))
-        panels = {"A": (a, to_a)} | ({"B": (b, to_b)} if to_a != to_b else {})
-        expand = [
-            cuda_calls.in_python(partial(self._launch, role, op, *panel))
-            for role, panel in panels.items()
-            if role in self._operands
-        ]
+        made, expand = {a, b}, list[cuda_calls.Launch]()
+        for role, source, results in (("A", a, to_a), ("B", b, to_b)):
+            for steps, result in zip(self._chains[role], results, strict=True):
+                if result not in made:
+                    made.add(result)
+                    launch = partial(self._launch, role, steps, op, source, result)
+                    expand.append(cuda_calls.in_python(launch))
         return expand if self.measurer is None else self.measurer.launches(op) + expand
 
-    def _launch(self, role: str, op: Operation, source: int, result: int) -> None:
+    def _launch(
+        self, role: str, chain: tuple[ElementStep, ...], op: Operation, source: int, result: int
+    ) -> None:
         """Transform one panel of a Prepare: that of op(A) if `role` is "A", that of op(B) if it is "B"."""
         operand = self._operands[role]
         ranges = stored_panel(op, role, operand.op)
         rows, cols = map(length, ranges)
         width = 1 if cols % WIDTH else WIDTH
         first = {"rows": ranges[0][0], "cols": ranges[1][0], "": 0}
-        steps = Elements()
-        for i, (step, at) in enumerate(zip(operand.prepared, self._numbers[role], strict=True)):
+        steps, numbers = Elements(), self._numbers.get(role, [])
+        for i, step in enumerate(chain):
+            at = numbers[i] if i < len(numbers) else 0
             steps.steps[i] = ElementNumbers(at and at + 8 * first[step.axis], *step.constants)
-        self._kernel(role, width)(
+        self._kernel(role, chain, width)(
             expand_grid(rows, cols, width),
             *(_pointer(source), _long(rows), _long(cols), steps, _pointer(result)),
         )
 
-    def _kernel(self, role: str, width: int) -> Any:
+    def _kernel(self, role: str, steps: tuple[ElementStep, ...], width: int) -> Any:
         operand = self._operands[role]
-        options = expand_options(operand.stored, operand.dtype, operand.prepared, width)
+        options = expand_options(operand.slot_dtype, operand.dtype, steps, width)
         return self._kernels.plain("expand", "expand", options)
 
 

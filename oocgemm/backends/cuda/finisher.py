@@ -72,7 +72,7 @@ class ChainKernel:
         self._offsets, _ = number_offsets(problem.epilogue, problem.m, problem.n)
         self._address = 0
         self.in_place = not problem.sink.stores_c
-        result = problem.acc_dtype if self.in_place else problem.c_dtype
+        result = problem.combined_dtype if self.in_place else problem.c_dtype
         self._kernel = kernels.plain("chain", "chain", chain_options(problem, result))
 
     def use(self, numbers: Sequence[Numbers], address: int, stream: Any) -> None:

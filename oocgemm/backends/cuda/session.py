@@ -193,7 +193,7 @@ class CudaSession:
             m = min(m, plan.slots.strip)  # a staircase has less room than m x n
         used = ("A", plan.problem.operands[-1], "P" if self._expander else "C", "C")
         slots = [Region(Slot(Tier.DEVICE, x, 0, self._number), 0, 1) for x in used]
-        (a, b), c = self._addresses(slots), self._address(slots[-1])
+        ((a, *_), (b, *_)), c = self._addresses(slots), self._address(slots[-1])
         with self._device, stream:
             call = self._call((m, n, min(r, LOADED_DEPTH)), (m, n), (a, b, c), first=True)
             self._multiplier.load(call)
@@ -362,7 +362,7 @@ class CudaSession:
             case Kind.PREPARE:
                 return [cuda_calls.in_python(partial(self._prepare, op))]
             case Kind.MULTIPLY:
-                return [self._multiply(op)]
+                return self._multiply(op)
             case Kind.FINISH if self._finisher is not None:
                 finish = cuda_calls.in_python(partial(self._finisher.finish, op))
                 if self.strip_sums is None:
@@ -399,10 +399,12 @@ class CudaSession:
         of = {"C": "acc", "D": "C"}.get(region.slot.operand, region.slot.operand)
         return self._places[region.slot] + region.start * self._problem.itemsizes.get(of, 0)
 
-    def _addresses(self, reads: Sequence[Region]) -> tuple[int, int]:
-        """Return the addresses of the panels of op(A) and op(B) that a Multiply with these regions reads."""
+    def _addresses(self, reads: Sequence[Region]) -> tuple[list[int], list[int]]:
+        """Return the addresses of the maps of op(A) and op(B) that a Multiply with these regions reads."""
         a, b = map(self._address, reads[:2])
-        return (a, b) if self._expander is None else self._expander.panels(a, b, self._address(reads[2]))
+        if self._expander is None:
+            return [a], [b]
+        return self._expander.panels(a, b, self._address(reads[2]))
 
     def _plane_offsets(self, op: Operation) -> Offsets:
         m, n = map(length, op.whole)
@@ -417,17 +419,18 @@ class CudaSession:
         self._moduli[planes] = number
         self._steps[number] += 1
 
-    def _multiply(self, op: Operation) -> cuda_calls.Launch:
+    def _multiply(self, op: Operation) -> list[cuda_calls.Launch]:
+        """Prepare the products of a Multiply, one per term."""
         problem = self._problem
         m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
         (top, bottom), (left, right) = op.whole
-        a = b = 0
-        if k:
-            a, b = self._addresses(op.reads)
-            # The panel of op(A) has all rows of the tile. Skip the rows above `op.m`.
-            a += (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * DTYPES[problem.a_dtype].itemsize
-            # The panel of op(B) has all columns of the tile. Skip those left of `op.n`.
-            b += (op.n[0] - left) * (k if problem.trans_b.swaps else 1) * DTYPES[problem.b_dtype].itemsize
+        maps_a, maps_b = (
+            self._addresses(op.reads) if k else ([0] * len(problem.terms.a), [0] * len(problem.terms.b))
+        )
+        # The panel of op(A) has all rows of the tile. Skip the rows above `op.m`.
+        below = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * DTYPES[problem.a_dtype].itemsize
+        # The panel of op(B) has all columns of the tile. Skip those left of `op.n`.
+        beside = (op.n[0] - left) * (k if problem.trans_b.swaps else 1) * DTYPES[problem.b_dtype].itemsize
         c = self._address(op.writes[0])
         number = self._moduli[op.reads[2].slot] if problem.planes and k else 0
         if number:
@@ -436,11 +439,20 @@ class CudaSession:
             alpha, beta = self._scalars[0 if op.first else 1]
             given = self._plane_offsets(op), self._arena + self._work
             arguments = planes, *given, rows, shape, number, alpha.real, beta.real, c, n, cols
-            return cuda_calls.in_python(partial(self._emulated.multiply, *arguments))
-        call = self._call((m, n, k), (bottom - top, right - left), (a, b, c), first=op.first)
-        if problem.exact and problem.acc_dtype == "float64":
-            return cuda_calls.in_python(partial(self._multiplier.accumulate, call))
-        return self._multiplier.choose(call)
+            return [cuda_calls.in_python(partial(self._emulated.multiply, *arguments))]
+        launches = list[cuda_calls.Launch]()
+        for term, (i, j) in enumerate(problem.terms.pairs):
+            at = (
+                maps_a[i] + below * bool(k),
+                maps_b[j] + beside * bool(k),
+                c + term * n * problem.acc_itemsize,
+            )
+            call = self._call((m, n, k), (bottom - top, right - left), at, first=op.first)
+            if problem.exact and problem.acc_dtype == "float64":
+                launches.append(cuda_calls.in_python(partial(self._multiplier.accumulate, call)))
+            else:
+                launches.append(self._multiplier.choose(call))
+        return launches
 
     def _call(
         self, extents: tuple[int, int, int], whole: Shape, at: tuple[int, int, int], *, first: bool
@@ -459,7 +471,7 @@ class CudaSession:
         alpha, beta = self._scalars[0 if first else 1]
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
         how = compute, self._multiplier.kernels.device, self._arena + self._work
-        return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
+        return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n * problem.terms.count, *how)
 
 
 class FactorSession(CudaSession):
@@ -487,13 +499,13 @@ class AppliedSession(FactorSession):
     def _product(self, op: Operation) -> Call:
         """Return the product of the strip and rows of V, which is added to the kept elements of its rows."""
         problem, count = self._problem, self._problem.sink.per_row
-        itemsize = problem.itemsizes["acc"]
+        itemsize, pitch = problem.acc_itemsize, length(op.n) * problem.terms.count
         strip, kept = self._address(op.reads[0]), self._address(op.writes[0])
         factor = self._factor + op.n[0] * count * itemsize
         kind, extents = (problem.acc_dtype, Op.N, Op.N), (length(op.m), count, length(op.n))
         how = "native", self._multiplier.kernels.device, self._arena + self._work
         beta = 0.0 if op.first else 1.0
-        return Call(*kind, *extents, 1.0, strip, length(op.n), factor, count, beta, kept, count, *how)
+        return Call(*kind, *extents, 1.0, strip, pitch, factor, count, beta, kept, count, *how)
 
 
 class ChainedSession(FactorSession):
@@ -511,7 +523,7 @@ class ChainedSession(FactorSession):
         return launches
 
     def _first_product(self, op: Operation) -> Call:
-        problem, depth, (a, b) = self._problem, length(op.k), self._addresses(op.reads)
+        problem, depth, ((a,), (b,)) = self._problem, length(op.k), self._addresses(op.reads)
         adjoint, lda = (Op.N, problem.m) if problem.trans_a.swaps else (Op.T, depth)
         kind, extents = (problem.a_dtype, adjoint, Op.N), (depth, problem.b.changed_columns, problem.m)
         how = problem.compute, self._multiplier.kernels.device, self._arena + self._work

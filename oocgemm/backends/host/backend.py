@@ -32,9 +32,11 @@ from oocgemm.backends.base import (
     numpy_dtype,
 )
 from oocgemm.backends.host.blas import blas_name, gemm, syrk
-from oocgemm.backends.host.finish import KEEPERS, Keeper, finish, run_chain
+from oocgemm.backends.host.finish import KEEPERS, Keeper, expand, finish, run_chain
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot
+from oocgemm.planning.cost.footprint import extents
+from oocgemm.planning.device_memory import map_offsets
 from oocgemm.planning.emulation import describe_steps, plane_offsets
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.resources import RECENT, allocate, available_memory
@@ -61,6 +63,8 @@ class HostSession:
         self._swaps_a, self._swaps_b = (plan.lowered.panels[x].swaps for x in "AB")
         self._widens = plan.problem.a_dtype != plan.problem.acc_dtype
         self._halves_diagonal = plan.problem.halves_diagonal
+        self._maps_panels = plan.problem.terms.changes
+        self._map_offsets, _ = map_offsets(plan.problem, *extents(plan.problem, plan.tile))
         self._each: list[HostSession] = beside[0]._each if beside else []  # all sessions of the run
         self._each.append(self)
         self._offsets, size = device_offsets(plan, len(beside))
@@ -158,18 +162,32 @@ class HostSession:
         start = self._offsets[region.slot] + region.start * dtype.itemsize
         return self._view(start, (bottom - top, right - left), dtype)
 
-    def _view(self, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+    def _sums(self, op: Operation, region: Region) -> Array:
+        """Return the sums of the rows of C that an operation covers: rows x terms x columns."""
+        count = self._problem.terms.count
+        if count == 1:
+            return self._rows(op, region)[:, None]
+        start = self._offsets[region.slot] + region.start * self._problem.itemsizes["acc"]
+        return self._view(start, (length(op.m), count, length(op.n)), self._accumulator)
+
+    def _view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return np.ndarray(shape, dtype, self._arena, offset)
 
     def _multiply(self, op: Operation) -> None:
-        problem, lowered = self._problem, self._lowered
-        alpha, beta = lowered.scalars[0 if op.first else 1]
-        c = self._rows(op, op.writes[0])
+        alpha, beta = self._lowered.scalars[0 if op.first else 1]
+        sums = self._sums(op, op.writes[0])
         if op.k[0] == op.k[1]:
-            empty = np.empty((len(c), 0), c.dtype)
-            gemm(*self._ops, alpha, empty, empty, beta, c)
+            for c in sums.swapaxes(0, 1):
+                empty = np.empty((len(c), 0), c.dtype)
+                gemm(*self._ops, alpha, empty, empty, beta, c)
             return
-        a, b = self._panels(op)
+        maps = self._maps(op, op.reads[2] if self._maps_panels else None)
+        for (i, j), c in zip(self._problem.terms.pairs, sums.swapaxes(0, 1), strict=True):
+            self._product(op, maps["A"][i], maps["B"][j], (alpha, beta), c)
+
+    def _product(self, op: Operation, a: Array, b: Array, scalars: tuple[complex, complex], c: Array) -> None:
+        """Add the product of two panels to sums of C."""
+        problem, lowered, (alpha, beta) = self._problem, self._lowered, scalars
         (top, _), (left, _) = op.whole
         # The rows of op(A)'s panel that this Multiply covers: all of them, or those of one strip of the tile.
         rows = slice(op.m[0] - top, op.m[1] - top)
@@ -220,7 +238,37 @@ class HostSession:
             return self._in_place[operand][top:bottom, left:right]
         return self._view(self._offsets[region.slot], (bottom - top, right - left), self._dtypes[operand])
 
+    def _maps(self, op: Operation, prepared: Region | None) -> dict[str, list[Array]]:
+        """Return the maps of an operation's two panels by role. `prepared` is the region that they are in."""
+        panels = dict(zip("AB", self._panels(op), strict=True))
+        if prepared is None:
+            return {role: [panel] for role, panel in panels.items()}
+        start, terms = self._offsets[prepared.slot], self._problem.terms
+        found = {
+            role: [
+                panel if at < 0 else self._view(start + at, panel.shape, self._dtypes["A"])
+                for at in self._map_offsets[role]
+            ]
+            for role, panel in panels.items()
+        }
+        if op.reads[0] == op.reads[1]:  # one panel has both roles
+            known = dict(zip(terms.a, found["A"], strict=True))
+            found["B"] = [known.get(*each) for each in zip(terms.b, found["B"], strict=True)]
+        return found
+
+    def _make_maps(self, op: Operation) -> None:
+        made = set[int]()
+        panels, maps = self._panels(op), self._maps(op, op.writes[0])
+        for role, panel in zip("AB", panels, strict=True):
+            for steps, to in zip(self._problem.terms.of(role), maps[role], strict=True):
+                if to is not panel and to.ctypes.data not in made and steps:
+                    made.add(to.ctypes.data)
+                    expand(steps, panel, to)
+
     def _prepare(self, op: Operation) -> None:
+        if self._maps_panels:
+            self._make_maps(op)
+            return
         problem, slot = self._problem, op.writes[0].slot
         m, n, k = map(length, (op.m, op.n, op.k))
         a, b = self._panels(op)
@@ -241,10 +289,13 @@ class HostSession:
         return wide_a, wide_b
 
     def _finish(self, op: Operation) -> None:
-        accumulator, problem = self._rows(op, op.reads[0]), self._problem
+        sums, problem = self._sums(op, op.reads[0]), self._problem
+        accumulator = sums[:, 0]
         if problem.sink.per_row:
+            if problem.terms.count > 1:  # rows of C lie where those of all sums did
+                accumulator = sums.reshape(-1)[: accumulator.size].reshape(accumulator.shape)
             if problem.epilogue:
-                self._run_chain(op, accumulator, (1.0, 0.0), accumulator)
+                self._run_chain(op, sums, (1.0, 0.0), accumulator)
             if self._keeper is None:
                 slot, dtype = op.writes[0].slot, self._dtypes["C"]
                 kept = self._view(self._offsets[slot], (problem.m, problem.sink.per_row), dtype)
@@ -254,7 +305,7 @@ class HostSession:
         finished = self._rows(op, op.writes[0])
         alpha, beta = problem.applied_alpha.real, problem.beta.real
         if problem.epilogue:
-            self._run_chain(op, accumulator, (alpha, beta), finished)
+            self._run_chain(op, sums, (alpha, beta), finished)
             return
         finish(accumulator, alpha, beta, finished, self._work)
         if self._finishing.correction is not None:
@@ -269,6 +320,7 @@ class HostSession:
             for u, v in self._finishing.numbers
         ]
         reads = self._problem.reads_c
+        sums = sums if self._problem.terms.count > 1 else sums[:, 0]
         run_chain(self._problem.epilogue, numbers, sums, scalars, result, reads=reads)
 
 

@@ -6,7 +6,9 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
 
 import numpy as np
 
@@ -16,10 +18,12 @@ from oocgemm.backends.host.selection import select
 from oocgemm.planning import GemmProblem, Op, Operation
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
 from oocgemm.planning.device_memory import NONE
+from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.planning.schedule.operations import mirrored_columns
 from oocgemm.planning.sinks import Applied, Largest, Reduced, Sink, Step
 from oocgemm.planning.tiling import length
+from oocgemm.stores.transformed import apply
 
 
 def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Array) -> None:
@@ -66,6 +70,16 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
 PIECE = 1 << 15
 
 
+def expand(steps: Sequence[ElementStep], panel: Array, result: Array) -> None:
+    """Write a panel after steps without numbers to `result`."""
+    numbers = [None] * len(steps)
+    rows, cols = panel.shape
+    width = max(1, min(cols, PIECE))
+    for top, left in product(range(0, rows, height := max(1, PIECE // width)), range(0, cols, width)):
+        here = slice(top, top + height), slice(left, left + width)
+        result[here] = apply(steps, numbers, panel[here].astype(np.float64))
+
+
 def run_chain(
     steps: Sequence[Step],
     numbers: Sequence[Numbers],
@@ -80,25 +94,49 @@ def run_chain(
     Args:
         steps: the steps of the chain (`oocgemm.planning.sinks`).
         numbers: per step, its numbers per row and per column of the strip. None stands for 1.
-        sums: a strip of products.
+        sums: a strip of products. With several terms, an array of rows x terms x columns, whose sums the
+            first step combines.
         scalars: alpha and beta.
-        result: array of the strip's shape, which may be `sums`.
+        result: array of rows x columns, which may be `sums`, or begin where they begin.
         reads: whether `result` contains the further matrix D or the old C.
     """
     alpha, beta = scalars
-    height = max(1, PIECE // max(1, sums.shape[1]))
+    height = max(1, PIECE // max(1, prod(sums.shape[1:])))
     for top in range(0, len(sums), height):
         here = slice(top, top + height)
         with np.errstate(all="ignore"):
             c = sums[here].astype(np.float64)
             c *= alpha
+            combines = c.ndim == 3
+            if combines:
+                c = _COMBINED[steps[0].kind](steps[0].value, *c.swapaxes(0, 1))
             d = result[here].astype(np.float64) if reads else c
             if beta:
                 c += beta * d
-            for step, (rows, cols) in zip(steps, numbers, strict=True):
+            for step, (rows, cols) in zip(steps[combines:], numbers[combines:], strict=True):
                 u = 1.0 if rows is None else rows[here, None]
                 c = _changed(step, c, u, 1.0 if cols is None else cols, d, sums.dtype)
             result[here] = c
+
+
+def _covariances(value: float, n: Array, sx: Array, sy: Array, sxy: Array) -> Array:
+    found: Array = (sxy - sx * sy / n) / (n - value)
+    found[n <= value] = np.nan
+    return found
+
+
+def _correlations(value: float, n: Array, sx: Array, sy: Array, sxy: Array, sxx: Array, syy: Array) -> Array:
+    of_x, of_y = n * sxx - sx * sx, n * syy - sy * sy
+    found: Array = np.clip((n * sxy - sx * sy) / (np.sqrt(of_x) * np.sqrt(of_y)), -1, 1)
+    found[~((of_x > value * n * sxx) & (of_y > value * n * syy))] = np.nan
+    return found
+
+
+# What the first step makes of the sums of several terms (`oocgemm.planning.sinks.COMBINING`).
+_COMBINED: dict[str, Callable[..., Array]] = {
+    "pairwise_covariance": _covariances,
+    "pairwise_correlation": _correlations,
+}
 
 
 def _changed(

@@ -14,10 +14,10 @@ from oocgemm.planning.device_memory import (
     checksum_bytes,
     correction_bytes,
     epilogue_bytes,
-    expanded_bytes,
     factor_bytes,
     found_layout,
     host_check_bytes,
+    map_offsets,
     measure_room,
     scale_bytes,
     vector_bytes,
@@ -138,7 +138,7 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
         ("device", "C"): round_up(elements * sizes["acc"], DEVICE_ALIGNMENT),
         ("device", "P"): plane_offsets(problem.planes, m, n, k).end
         if problem.planes
-        else sum(expanded_bytes(problem, m, n, k)),
+        else map_offsets(problem, m, n, k)[1],
         ("device", "D"): finished_bytes(problem, strip, n),
         ("host", "A"): round_up(m * k * sizes["A"], HOST_ALIGNMENT),
         ("host", "B"): round_up(k * n * sizes["B"], HOST_ALIGNMENT),
@@ -253,7 +253,7 @@ def workspace_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel
     if problem.planes:
         return HOST_WORK if machine.casts_panels else work_bytes(problem.planes, m, n)
     if casts(problem, machine):
-        size = problem.itemsizes["acc"]
+        size = problem.acc_itemsize
         finish = FINISH_ARRAYS * min(MIN_FINISH_PIECE, m * n) * size if problem.finishes else 0
         return round_up(max((m + n) * k * size, finish), DEVICE_ALIGNMENT)
     return workspace_layout(m, n, k).end if problem.exact else 0
@@ -268,7 +268,7 @@ def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     if problem.planes:
         return 2 * problem.planes
     return 2 * problem.expanded_itemsize + (
-        problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact)
+        problem.acc_itemsize if casts(problem, machine) else int(problem.exact)
     )
 
 

@@ -324,16 +324,20 @@ def _chain(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     height, width, source, alpha, beta = values((_LONG, _LONG, _POINTER, _REAL, _REAL), plain)
     chain, to = ChainNumbers.from_address(chain_at), _POINTER.from_address(to_at).value or 0
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
-    sums, result = (memory.matrix(at, x, height, width, width) for at, x in ((source, summed), (to, stored)))
-    read, steps, numbers = [block_of(source, summed, height, width, width)], [], []
-    for name, number in re.findall(r"OOC_STEP\((\w+),(\d)\)", macros["OOC_CHAIN"]):
+    terms, pitch = (int(macros.get(name, "1")) for name in ("OOC_TERMS", "OOC_PITCH"))
+    sums = memory.matrix(source, summed, height, width * terms, width * terms)
+    sums = sums.reshape(height, terms, width) if terms > 1 else sums
+    result = memory.matrix(to, stored, height, width, width * pitch)
+    read, steps, numbers = [block_of(source, summed, height, width * terms, width * terms)], [], []
+    combine = f"OOC_STEP({macros['OOC_COMBINE']},0)" if terms > 1 else ""
+    for name, number in re.findall(r"OOC_STEP\((\w+),(\d)\)", combine + macros["OOC_CHAIN"]):
         given, arrays = chain.steps[int(number)], list[Array | None]()
         for at, extent in ((given.rows, height), (given.cols, width)):
             arrays.append(memory.matrix(at, np.float64, 1, extent, extent)[0] if at else None)
             read += [block_of(at, np.float64, 1, extent, extent)] if at else []
         steps.append(Step(name, bool(given.rows), bool(given.cols), given.value))
         numbers.append((arrays[0], arrays[1]))
-    block, reads = block_of(to, stored, height, width, width), macros["OOC_READS"] == "1"
+    block, reads = block_of(to, stored, height, width, width * pitch), macros["OOC_READS"] == "1"
 
     def run() -> None:
         run_chain(steps, numbers, sums, (alpha, beta), result, reads=reads)
@@ -345,8 +349,9 @@ def _reduce(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/epilogue/reduce.cu, which reduces the rows of a strip of C."""
     source, height, width, begins, to = values((_POINTER, _LONG, _LONG, _LONG, _POINTER), pointers)
     summed = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
+    pitch = width * int(macros.get("OOC_PITCH", "1"))
     strip, kept = (
-        memory.matrix(source, summed, height, width, width),
+        memory.matrix(source, summed, height, width, pitch),
         memory.matrix(to, np.float64, 1, height, height),
     )
     block = block_of(to, np.float64, 1, height, height)
@@ -355,7 +360,7 @@ def _reduce(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         kind = REDUCTIONS[int(macros["OOC_REDUCTION"])]
         reduce_rows(kind, strip, kept[0], begins=bool(begins))
 
-    return Work(run, [block_of(source, summed, height, width, width), *([] if begins else [block])], [block])
+    return Work(run, [block_of(source, summed, height, width, pitch), *([] if begins else [block])], [block])
 
 
 def _scalar(dtype: np.dtype[Any], value: complex) -> Any:

@@ -43,11 +43,12 @@ def _selecting(
     """Prepare the selection of the rows of a strip, or of its columns if `excludes_self` is None."""
     source, (rows, width), (top, left), scales = strip
     summed, element = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]]), SELECTED[WIDTHS[macros["OOC_WIDE"]]]
+    pitch = width * int(macros.get("OOC_PITCH", "1"))
     sums, best = (
-        memory.matrix(source, summed, rows, width, width),
+        memory.matrix(source, summed, rows, width, pitch),
         memory.matrix(kept, element, *shape, shape[1]),
     )
-    read, factors = [block_of(source, summed, rows, width, width)], None
+    read, factors = [block_of(source, summed, rows, width, pitch)], None
     if macros["OOC_SCALED"] == "1":
         extent = max(top + rows, left + width)
         factors = memory.matrix(scales, element["score"], 1, extent, extent)[0]
@@ -71,7 +72,8 @@ def threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     kinds = _POINTER, *(_LONG for _ in range(5)), _REAL, *(_POINTER for _ in range(4))
     source, rows, width, top, left, excludes_self, least, scales, *to = values(kinds, pointers)
     summed, element = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]]), SELECTED[WIDTHS[macros["OOC_WIDE"]]]
-    sums, reads = memory.matrix(source, summed, rows, width, width), []
+    pitch = width * int(macros.get("OOC_PITCH", "1"))
+    sums, reads = memory.matrix(source, summed, rows, width, pitch), []
     factors, extent = np.ones(1), max(top + rows, left + width)
     if macros["OOC_SCALED"] == "1":
         factors = memory.matrix(scales, element["score"], 1, extent, extent)[0]
@@ -108,4 +110,4 @@ def threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
             to, (np.dtype(np.uint64), SEGMENTS, element), (2, room, rows * width), strict=True
         )
     ]
-    return Work(run, [block_of(source, summed, rows, width, width), *reads, written[0]], written)
+    return Work(run, [block_of(source, summed, rows, width, pitch), *reads, written[0]], written)
