@@ -446,7 +446,8 @@ class GemmProblem:
         """
         real = self.acc_dtype in ("float32", "float64")
         same = self.b.shares and self.cover.halves
-        return same and real and not (self.finishes or self.planes or self.checked)
+        kept = self.sink.stores_c and self.c_dtype in ("float32", "float64")
+        return same and real and kept and not (self.planes or self.checked)
 
     @property
     def finish_slots(self) -> int:

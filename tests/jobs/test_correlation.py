@@ -105,3 +105,15 @@ def test_a_covariance_needs_more_elements_than_ddof() -> None:
 def test_options_that_do_not_apply_are_type_errors() -> None:
     with pytest.raises(TypeError, match="unexpected option 'alpha'"):
         oocgemm.corr(np.eye(3), alpha=2)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_host_computes_half_of_the_diagonal_of_coefficients(dtype: str) -> None:
+    """The other half is mirrored after the epilogue, which also runs over the elements that it replaces."""
+    x = np.random.default_rng(0).standard_normal((90, 40)).astype(dtype)
+    result = oocgemm.corr(x, backend="host")
+    assert result.plan.problem.halves_diagonal
+    assert result.plan.problem.finishes
+    np.testing.assert_array_equal(result.out, np.asarray(result.out).T)
+    np.testing.assert_allclose(result.out, np.corrcoef(x.astype(float)), atol=3e-6)
+    assert not oocgemm.corr(x, topk=3, backend="host").run.plan.problem.halves_diagonal

@@ -86,7 +86,9 @@ class Prices:
 
     def read(self, operand: str, rows: int, cols: int) -> float:
         """Return the seconds of a Read, without page faults."""
-        return self.bytes(operand, rows, cols) / self.rate("read", operand, rows, cols)
+        seconds = self.bytes(operand, rows, cols) / self.rate("read", operand, rows, cols)
+        decodes = self._routes[operand].layout.decode_bytes > 0
+        return seconds + self.setting.machine.decode_latency * decodes
 
     def faults(self, operand: str, rows: int, cols: int) -> float:
         """Return the seconds of page faults of the first Read into a slot."""

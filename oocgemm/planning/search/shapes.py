@@ -399,7 +399,9 @@ class Shapes:
         copied = self._m * self._n * self._k * self._a * (1 / m + 1 / n) / rate
         first = copied * k / self._k * m / self._m * n / self._n
         steps = ceil_div(self._m, m) * ceil_div(self._n, n) * ceil_div(self._k, k)
-        return max(compute, copied) + 0.1 * (compute + copied) + first + steps * machine.step_latency
+        decodes = layouts.a.decode_bytes or layouts.b.decode_bytes
+        latency = machine.step_latency + (machine.decode_latency if decodes else 0.0)
+        return max(compute, copied) + 0.1 * (compute + copied) + first + steps * latency
 
 
 # The bytes of the panels of a line of tiles, of the whole operand, and of the memory for its panels.
