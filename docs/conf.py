@@ -5,14 +5,21 @@ from pathlib import Path
 
 from oocgemm import __version__
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # http_api
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # http_api, verb_pages
 
 project = "oocgemm"
 author = "The oocgemm developers"
 copyright = author  # noqa: A001  # a name of Sphinx's
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "http_api"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "http_api",
+    "verb_pages",
+]
 exclude_patterns = ["_build"]
 root_doc = "index"
 

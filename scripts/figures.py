@@ -61,12 +61,27 @@ def reported() -> None:
     print_report(report(timeline), timeline, advise=True)
 
 
+def caption(log: Path) -> str:
+    """Return what the picture of a timeline shows."""
+    timeline = read_log(log)
+    plan, device = timeline.header["plan"], timeline.header["backend"]["device"]
+    problem, operands = plan["problem"], timeline.header["operands"].values()
+    return (
+        f"This is the timeline of a {problem['a_dtype']} product of {problem['m']} x {problem['k']} x "
+        f"{problem['n']} on one {device}, with --compute {problem['compute']}, from and to "
+        f"{' and '.join(sorted({each['store'] for each in operands}))}. It took "
+        f"{timeline.wall / 1e9:.2g} s. The kernel ran in {report(timeline).compute_share:.0%} of this time."
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "plan": lambda: fenced(plan),
     "report": lambda: fenced(reported),
+    "caption": lambda: caption(LOG),
 } | {
     name: lambda make=make: "\n".join(make())  # type: ignore[misc]
     for name, make in {
+        "supported": tables.supported,
         "results": tables.results,
         "streamed": tables.streamed,
         "peers": tables.peers,

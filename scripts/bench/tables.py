@@ -58,6 +58,38 @@ def unbroken(text: str) -> str:
     return text.replace(" ", "\N{NO-BREAK SPACE}").replace("-", "\N{NON-BREAKING HYPHEN}")
 
 
+def supported() -> list[str]:
+    """Return the oldest and the newest versions of packages with which the tests pass."""
+    constraints = RESULTS.parents[2] / "tests" / "constraints"
+    versions = [
+        dict(line.split("==") for line in (constraints / name).read_text().splitlines() if "==" in line)
+        for name in ("oldest.txt", "newest.txt")
+    ]
+    rows = [["Python", "3.11", "3.13"]]
+    rows += [[name, version, versions[1][name]] for name, version in versions[0].items()]
+    return table(["package", "oldest", "newest"], rows)
+
+
+def two_commands() -> list[str]:
+    """Return what scripts/demo and scripts/test take and leave behind, as `bench_commands.py` measured it."""
+    found = load("bench_commands.json")["first run"]
+    left = {
+        "demo": "its reports in `demo/`, and the environment in `.venv`",
+        "test": "the environment in `.venv`, the built documentation, and caches",
+    }
+    rows = [
+        [
+            f"`scripts/{name}`",
+            f"{found['seconds'][name] / 60:.0f} min",
+            f"{text}: {found['left_bytes'][name] / 1e6:,.0f} MB",
+            f"`rm -r {' '.join(found['left'][name])}`",
+        ]
+        for name, text in left.items()
+    ]
+    heads = ["command", f"first run on {found['machine']['cores']} cores", "leaves behind", "removed by"]
+    return table(heads, rows)
+
+
 def results() -> list[str]:
     """Return the table of the README: T of oocgemm, and of other programs for the same product."""
     pinned = load("bench_stream.json")["float64 24576"]

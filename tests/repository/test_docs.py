@@ -16,11 +16,13 @@ from typing import Any
 import click
 import numpy as np
 import pytest
+import zarr
 
 import oocgemm
 from oocgemm.cli.main import cli
+from oocgemm.jobs.support import VERBS
 from oocgemm.service import confinement
-from tests.support import TOP
+from tests.support import TOP, plink
 
 README = TOP / "README.md"
 PAGES = [README, *sorted(page for page in (TOP / "docs").rglob("*.md") if "_build" not in page.parts)]
@@ -118,6 +120,27 @@ def test_the_code_of_a_page_runs(
         logging.getLogger("oocgemm").setLevel(logging.NOTSET)
 
 
+CALLS = re.findall(r"`(oocgemm\.\w+\([^`]*\))`", README.read_text())
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_line_of_the_table_of_the_readme_runs(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(27)
+    plink.write_bed(tmp_path / "G.bed", plink.genotypes(rng, 30, 40, missing=0.0))
+    for name in ("A", "B", "X", "Y"):
+        zarr.create_array(f"{name}.zarr", data=rng.random((40, 40)))
+    for name in ("S", "T"):
+        zarr.create_array(f"{name}.zarr", data=rng.random((3, 4, 3)))
+    eval(call, {"oocgemm": oocgemm, "v": rng.random((40, 2))})
+
+
+def test_the_readme_has_a_line_for_each_verb() -> None:
+    assert {call.partition("(")[0].partition(".")[2] for call in CALLS} >= set(VERBS)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_that_is_not_run_parses(page: Path) -> None:
     for block in blocks(page):
@@ -148,7 +171,7 @@ def test_options_and_commands_named_exist(page: Path) -> None:
     outside |= {"--make-bed", "--make-grm-alg", "--make-grm-xchr", "--autosome-num", "--maf", "--grm"}
     outside |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--help"}
     outside |= {"--unix-socket", "--system", "--full", "--now", "--name", "--gpus", "--memory"}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - outside <= set(options(cli))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - outside <= set(options(cli))
     assert set(re.findall(r"`oocgemm ([\w-]+)", text)) <= set(cli.commands)
 
 
@@ -161,7 +184,7 @@ def test_modules_and_names_mentioned_exist() -> None:
 
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     text = README.read_text()
-    assert len(text.splitlines()) <= 200
+    assert len(text.splitlines()) <= 150
     paths = [link for link in LINK.findall(text) if "://" not in link]
     assert paths
     assert [path for path in paths if not (TOP / path).exists()] == []
@@ -170,9 +193,16 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
 def test_the_api_page_shows_every_public_name() -> None:
     page = (TOP / "docs" / "reference" / "api.md").read_text()
     # The directive for the module also documents its classes, so only other names must be listed.
-    alone = {name for name in oocgemm.__all__ if not isinstance(getattr(oocgemm, name), type)}
+    alone = {name for name in oocgemm.__all__ if not isinstance(getattr(oocgemm, name), type)} - set(VERBS)
     assert {name for name in alone if f":: {name}\n" not in page and f"`{name}`" not in page} == set()
     assert ".. automodule:: oocgemm\n   :members:\n" in page
+
+
+def test_each_verb_has_a_page() -> None:
+    pages = {page.stem: page.read_text() for page in (TOP / "docs" / "reference" / "verbs").iterdir()}
+    assert set(pages) == set(VERBS)
+    for verb, text in pages.items():
+        assert text.startswith(f"# {verb}\n\n<!-- verb: {verb} -->\n")
 
 
 def test_the_citation_and_the_changelog_name_this_version() -> None:

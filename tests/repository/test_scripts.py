@@ -74,15 +74,26 @@ def test_demo_shows_what_a_user_sees_and_names_its_files(venv: Path, tmp_path: P
     assert "--quiet" not in calls[1][1]
     assert "--html run.html" in calls[2][1]
     assert "--job last --html job.html" in calls[5][1]
-    size, remove, _, last_but_one, last = done.stdout.splitlines()[-5:]
-    assert f"to {tmp_path}/my demo, which stay there" in size
+    kept, where, remove = done.stdout.splitlines()[-3:]
+    assert "has removed its matrices" in kept
+    assert f"file://{tmp_path}/my demo/run.html" in where
+    assert f"file://{tmp_path}/my demo/job.html" in where
+    assert [path.name for path in (tmp_path / "my demo").iterdir()] == []
     (tmp_path / "my demo" / "run.jsonl").touch()
-    subprocess.run(["bash", "-c", remove.replace("rm -r", "rm -rf")], check=True)
+    subprocess.run(["bash", "-c", remove.partition(": ")[2].replace("rm -r", "rm -rf")], check=True)
     assert list((tmp_path / "my demo").iterdir()) == []
-    for name in ("C.zarr", "run.jsonl", "run.html"):
-        assert f"{tmp_path}/my demo/{name}" in last_but_one
-    assert f"file://{tmp_path}/my demo/job.html" in last
     assert any(call.endswith(f"demo_data.py check {tmp_path}/my demo") for call in called(venv))
+
+
+def test_demo_keeps_its_matrices_if_asked_to(venv: Path, tmp_path: Path) -> None:
+    done = script("demo", "--keep", "my demo", cwd=tmp_path)
+    size, where, _, remove = done.stdout.splitlines()[-4:]
+    assert f"to {tmp_path}/my demo, which stay there" in size
+    for name in ("C.zarr", "D.zarr"):
+        assert f"{tmp_path}/my demo/{name}" in where
+        (tmp_path / "my demo" / name).mkdir()
+    subprocess.run(["bash", "-c", remove.partition(": ")[2].replace("rm -r", "rm -rf")], check=True)
+    assert list((tmp_path / "my demo").iterdir()) == []
 
 
 @pytest.mark.parametrize("fails", ["submit", "nothing"])
