@@ -111,6 +111,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "directions": grid_tables.directions,
         "calls": grid_tables.calls,
         "commands": grid_tables.commands,
+        "processes": grid_tables.processes,
         "rungs": ladder_tables.rungs,
         "gains": ladder_tables.gains,
         "fast": ladder_tables.fast,

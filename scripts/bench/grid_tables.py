@@ -104,6 +104,24 @@ def commands() -> list[str]:
     return tables.table(["machine", "command", "whole process", "T"], rows)
 
 
+def processes() -> list[str]:
+    """Return the table of `bench_calls.py`: processes and first calls, beside the packages alone."""
+    rows = []
+    for machine, found in tables.load("bench_calls.json").items():
+        bare = found["seconds"]["packages"]["process"]
+        for name, parts in found["seconds"].items():
+            kind, _, size = name.rpartition(" ")
+            what = "Python, NumPy, CuPy, a CUDA context and a cuBLAS handle"
+            if size.isdigit():
+                what = f"`oocgemm run`, {size}^3" if kind == "run" else f"import and first call, {size}^3"
+            own = parts.get("T", parts["process"])
+            rest = tables.median([x - y for x, y in zip(parts["process"], own, strict=True)])
+            cells = (tables.seconds(own), f"{rest / tables.median(bare):.2f}") if "T" in parts else ("", "")
+            rows.append([machine, what, tables.seconds(parts["process"]), *cells])
+    heads = ["machine", "what", "time", "T", "(time - T) / time of the packages"]
+    return tables.table(heads, rows)
+
+
 def _summary(cases: dict[str, Any]) -> list[str]:
     """Return sentences with the geometric mean and the smallest of bound / T, or of in core / T."""
     ratios = {name: figures(one) for name, one in cases.items()}
