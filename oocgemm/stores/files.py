@@ -45,7 +45,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
 from oocgemm.system.installed import compiled
-from oocgemm.system.resources import memory_limit
+from oocgemm.system.resources import RECENT, available_memory, memory_limit
 
 # A call that takes more seconds than this is slow. After this many slow calls in a row, the GIL is released.
 SLOW, MAX_SLOW = 0.2e-3, 8
@@ -389,7 +389,8 @@ def _is_resident(address: int, *, on_error: bool) -> bool:
 
 def worth_caching(size: int) -> bool:
     """Return whether files of `size` bytes are small enough to stay in the page cache for a second read."""
-    return size <= MAX_CACHED_SHARE * memory_limit()
+    recent = MAX_CACHED_SHARE * available_memory(RECENT)
+    return size <= recent or size <= MAX_CACHED_SHARE * memory_limit()
 
 
 def folder_mtime(folder: str | Path) -> int | None:

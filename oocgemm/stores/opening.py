@@ -194,8 +194,11 @@ def split_address(path: str) -> tuple[str, str]:
 
 
 def load(*operands: Any) -> None:
-    """Import the packages that operands need, so that the time of a run does not include the imports."""
-    for given in (leaf for operand in operands for leaf in leaves(operand)):
+    """Import the packages that operands need, so that the time of a run does not include the imports.
+
+    The parts of an operand are usually stored alike, so only the first part is looked at.
+    """
+    for given in (leaf for operand in operands for leaf in leaves(operand)[:1]):
         operand = os.fspath(given) if is_path(given) else given
         store_of(operand).prepare(operand)
 

@@ -440,8 +440,8 @@ class DirectChunks(StoredChunks):
 
     def _folders(self, number: tuple[int, int]) -> list[str]:
         """Return the folder of a chunk's file, and the folders above it up to the array's folder."""
-        parents = list((self.root / self.key(number)).parents)
-        return list(map(str, parents[: parents.index(self.root) + 1]))
+        root, inner = str(self.root), self.key(number).split("/")[:-1]
+        return [os.path.join(root, *inner[:depth]) for depth in range(len(inner), -1, -1)]
 
     def _check_not_deleted(self, number: tuple[int, int]) -> None:
         """Raise `ExecutionError` if the missing file of a chunk may have been deleted during the run."""
