@@ -22,8 +22,6 @@ OPERANDS = (
     *("plain", "transformed", "compressed", "remote", "mixed", "packed"),
     *("sparse", "n-d", "concatenated", "kept"),
 )
-# Operands that `as_matrix`, `concat` and `keep` make: descriptions, not paths.
-VIEWS = {"n-d", "concatenated", "kept"}
 EXECUTORS = {
     "host": support.ONE,
     "device": support.ONE,
@@ -65,9 +63,7 @@ class Cell:
         options, executor = options_of(self.verb), EXECUTORS[self.executor]
         uses = set(support.VERBS[self.verb].uses)
         if executor == support.SERVICE:
-            uses |= {"verb"} if self.verb != "gemm" else set()
             uses |= {"URL"} if self.operand == "remote" else set()
-            uses |= {"view"} if self.operand in VIEWS else set()
             uses |= {"resume"} if self.mode == "resume" else set()
         if self.operand == "transformed":
             uses.add("transform")

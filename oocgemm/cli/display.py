@@ -26,6 +26,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from oocgemm.cli.process import print_note
+from oocgemm.jobs.support import OUT
 from oocgemm.planning import Calibration, Plan
 from oocgemm.planning.cost.machine import LINKS, calibrated_rates
 from oocgemm.planning.partition import Partition
@@ -34,6 +35,7 @@ from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.reports.charts import gantt, unit_gantt
 from oocgemm.reports.sections import HEAD, heading, labels, summary
 from oocgemm.reports.sections import row as row_of
+from oocgemm.service.job_spec import parameters
 from oocgemm.service.protocol import ID_LENGTH, SHORT, State
 from oocgemm.system.text import LINES, plain
 from oocgemm.timeline import Report, Timeline, in_place, same_product
@@ -678,9 +680,25 @@ def title_of(job: Info) -> str:
 
     >>> title_of({"name": "", "a": "data:dir/A.zarr", "b": "data:B.npy", "c": "out:C.zarr"})
     'C.zarr = A.zarr × B.npy'
+    >>> title_of({"name": "", "verb": "gram", "x": "data:X.zarr", "out": "out:K.zarr"})
+    'K.zarr = gram(X.zarr)'
     """
-    a, b, c = (re.split("[:/]", job[operand])[-1] for operand in "abc")
-    return str(job["name"]) or f"{c} = {a} × {b}"
+    verb, operands = job.get("verb", "gemm"), _operands(job)
+    *given, out = (re.split("[:/]", each)[-1] for each in operands.values())
+    what = " × ".join(given) if verb == "gemm" else f"{verb}({', '.join(given)})"
+    return str(job["name"]) or f"{out} = {what}"
+
+
+def _operands(job: Info) -> dict[str, str]:
+    """Return the operands of a job and the place of its result, by name. The place is the last one."""
+    names = sorted(found := parameters(job.get("verb", "gemm")), key=lambda name: found[name] == OUT)
+    given = {name: job[name] for name in names if job.get(name) is not None}
+    return {name: each if isinstance(each, str) else _made(each) for name, each in given.items()}
+
+
+def _made(made: Any) -> str:
+    """Return a short text for a number, or for a made value: what makes it."""
+    return next(iter(made)) if isinstance(made, dict) else str(made)
 
 
 def reason_of(job: Info) -> str:
@@ -712,6 +730,7 @@ def print_job(job: Info) -> None:
     out, now = console(), time.time()
     state = job["state"] + (f" ({reason})" if (reason := reason_of(job)) else "")
     plan, progress = job["plan"], job["progress"]
+    verb, (*given, place) = job.get("verb", "gemm"), _operands(job).values()
     options = ", ".join(
         f"{name} {format_size(value) if name.endswith('memory') and isinstance(value, int) else value}"
         for name, value in job["options"].items()
@@ -720,7 +739,8 @@ def print_job(job: Info) -> None:
         *(("job", job["id"]), ("name", title_of(job)), ("owner", job["owner"]), ("state", state)),
         ("error", job["error"]),
         *(("warning", each) for each in job.get("warnings", ())),
-        ("product", f"{job['a']} @ {job['b']} -> {job['c']}"),
+        ("product", f"{given[0]} @ {given[1]} -> {place}" if verb == "gemm" else ""),
+        (verb, f"{', '.join(given)} -> {place}" if verb != "gemm" else ""),
         ("extents", f"{plan['m']} x {plan['n']} x {plan['k']} {plan['a_dtype']}" if "m" in plan else ""),
         ("options", options),
         ("progress", f"{progress['done']} of {progress['total']} tiles" if progress else ""),

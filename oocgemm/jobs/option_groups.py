@@ -97,7 +97,7 @@ class Option(NamedTuple):
             line has --name, which takes no value if its type is bool.
         cli: whether the command line has the option.
         service: whether a job of a service may have the option. A service chooses backend and devices, plans
-            and resumes by itself, and takes operands as they are stored.
+            and resumes by itself. A job has operands (`support.Verb.parameters`) beside its options.
         form: its field in the form of the service; None if the form has none.
     """
 
@@ -175,7 +175,6 @@ def _changes(operand: str) -> Option:
         "target_sum=NUMBER, log1p, center=k|FILE, scale=k|hwe|FILE, cast=DTYPE, such as "
         "missing=-1,center=k,scale=k,cast=float16. FILE is a .npy file with one number for each index.",
         metavar="CHANGES",
-        service=False,
     )
 
 
@@ -197,7 +196,6 @@ class StepOptions(TypedDict, total=False):
             "None by default. (`reduce` computes sums, largest elements and more from C without storing it.)",
             (),
             cli=False,
-            service=False,
         ),
     ]
 

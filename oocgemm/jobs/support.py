@@ -83,21 +83,6 @@ HOLES = (
     ),
     Hole(
         (SERVICE,),
-        "view",
-        "jobs take the paths of matrices: call the verb in the library, or as a command",
-    ),
-    Hole(
-        (SERVICE,),
-        "verb",
-        "a job of the service computes A @ B: call the verb in the library, or as a command",
-    ),
-    Hole(
-        (SERVICE,),
-        "transform",
-        "jobs take operands as they are stored: store a transformed copy",
-    ),
-    Hole(
-        (SERVICE,),
         "resume",
         "a job that is interrupted goes on by itself: drop resume",
     ),
@@ -121,34 +106,48 @@ OPTIONS: Mapping[str, str] = {
 }
 
 
+# What the parameters of verbs take: a matrix, a matrix that may be left out, an array in memory, an integer,
+# one or more numbers, a reduction (`oocgemm.verbs.reduce`), and the place of the result.
+OPERAND, OPTIONAL, ARRAY, COUNT = "operand", "optional", "array", "count"
+NUMBERS, REDUCTION, OUT = "numbers", "reduction", "out"
+
+
 class Verb(NamedTuple):
     """Facts about a verb, beside its function and its options (`oocgemm.jobs.options`).
 
     - `uses`: the features that the verb uses, beside those of its options.
     - `command`: the summary of the command ``oocgemm VERB X OUT``, which calls the function for X and saves
       the result at OUT (`oocgemm.cli.statistics`); "" if the verb has no such command.
+    - `parameters`: what each parameter takes, except options, in their order. A verb without a place of the
+      result returns it in memory.
+    - `selects`: the options with which a verb returns its result in memory, although it takes a place.
     """
 
     uses: frozenset[str] = frozenset()
     command: str = ""
+    parameters: Mapping[str, str] = {"x": OPERAND, "out": OUT}
+    selects: frozenset[str] = frozenset()
 
+
+_COMPARED = {"x": OPERAND, "y": OPTIONAL}
 
 VERBS: Mapping[str, Verb] = {
-    "gemm": Verb(),
+    "gemm": Verb(parameters={"a": OPERAND, "b": OPERAND, "c": OUT}),
     "gram": Verb(),
-    "corr": Verb(),
-    "cov": Verb(),
-    "similarity": Verb(),
-    "neighbors": Verb(),
-    "distances": Verb(),
+    "corr": Verb(parameters=_COMPARED | {"out": OUT}, selects=frozenset({"topk", "threshold"})),
+    "cov": Verb(parameters=_COMPARED | {"out": OUT}),
+    "similarity": Verb(parameters={"e": OPERAND, "y": OPTIONAL}),
+    "neighbors": Verb(parameters=_COMPARED),
+    "distances": Verb(parameters=_COMPARED | {"out": OUT}),
     "grm": Verb(),
-    "pca": Verb(frozenset({"passes"})),
-    "lstsq": Verb(frozenset({"passes"})),
-    "ridge": Verb(frozenset({"passes"})),
-    "kernel_matmul": Verb(),
-    "reduce": Verb(),
-    "ld": Verb(),
+    "pca": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "k": COUNT, "out": OUT}),
+    "lstsq": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "y": OPERAND}),
+    "ridge": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "y": OPERAND, "alpha": NUMBERS}),
+    "kernel_matmul": Verb(parameters={"x": OPERAND, "v": ARRAY, "y": OPTIONAL}),
+    "reduce": Verb(parameters={"a": OPERAND, "b": OPTIONAL, "to": REDUCTION}),
+    "ld": Verb(parameters={"x": OPERAND}),
     "ld_scores": Verb(
+        parameters={"x": OPERAND},
         command="Compute LD scores of the variants in X, and save them at OUT, a new .npy file.\n\n"
         "X has genotypes 0, 1 and 2 of individuals (rows) at variants (columns).\n\n"
         "Example: oocgemm ld-scores data.bed scores.npy --window 1000",

@@ -1,10 +1,10 @@
-"""The client of the service, with the standard library only: it submits products, and follows their jobs."""
+"""The client of the service, with the standard library only: it submits jobs of verbs, and follows them."""
 
 import codecs
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from http import HTTPStatus
@@ -15,6 +15,8 @@ from urllib.parse import quote, urlencode
 from uuid import uuid4
 
 from oocgemm.errors import InputError
+from oocgemm.jobs.support import COUNT, NUMBERS, OPTIONAL, REDUCTION, VERBS
+from oocgemm.service.job_spec import encoded, parameters, with_paths
 from oocgemm.service.protocol import FINAL, Action, ConflictError, State, WaitTimeoutError
 from oocgemm.service.transport import (
     ANSWER_SECONDS,
@@ -282,7 +284,7 @@ class Job:
 
 
 class Client:
-    """Submits products to a service, and finds its jobs.
+    """Submits jobs to a service, and finds them.
 
     Args:
         url: the address of the server: ``http://HOST:PORT``, ``https://HOST:PORT``, or the path of a unix
@@ -300,34 +302,28 @@ class Client:
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
         self._transport = Transport(Address.parse(url), token or os.environ.get(TOKEN))
 
-    def submit(
-        self,
-        a: _Path,
-        b: _Path,
-        c: _Path,
-        *,
-        name: str = "",
-        priority: int = 0,
-        deadline: float | datetime | None = None,
-        needs: Sequence[Job | str] = (),
-        held: bool = False,
-        **options: Any,
-    ) -> Job:
-        """Submit a product, and return its job.
+    def submit(self, a: _Path, b: _Path, c: _Path, **options: Any) -> Job:
+        """Submit a product, and return its job. Other verbs are methods of their own names.
+
+        ``client.similarity("data:E.npy", out="out:nn.zarr", topk=10)`` submits a job of `oocgemm.similarity`.
+        The operands of a verb come first, and the place of its result is ``out``. Operands may be paths, and
+        what `as_matrix` and `concat` make of paths. With ``dry_run=True``, such a method submits nothing, and
+        returns what `plan` does.
 
         Args:
             a, b, c: arrays, as ``root:path`` or as a local path beneath a root of the service.
-            name: what the job is called in lists.
-            priority: jobs with a higher priority start first.
-            deadline: the time by which the job must have succeeded, or else it fails. A number is in seconds
-                since 1970.
-            needs: jobs, or their ids, that must succeed before.
-            held: do not start the job before it is released.
             **options: those of `oocgemm.gemm` that say what is computed, such as ``alpha``, ``trans_a``,
                 ``device_memory`` and ``overwrite``. The server chooses backend, device and default budgets.
+                Options of the job are:
+
+                name: what the job is called in lists.
+                priority: jobs with a higher priority start first.
+                deadline: the time by which the job must have succeeded, or else it fails. A number is in
+                    seconds since 1970.
+                needs: jobs, or their ids, that must succeed before.
+                held: do not start the job before it is released.
         """
-        given = {"name": name, "priority": priority, "deadline": deadline, "needs": needs, "held": held}
-        body = self._body({"a": a, "b": b, "c": c} | given | options, self._roots((a, b, c)))
+        body = self._bodies([{"a": a, "b": b, "c": c} | options])[0]
         return Job(self._transport, self._post("/v1/jobs", body))
 
     def plan(self, a: _Path, b: _Path, c: _Path, **options: Any) -> dict[str, Any]:
@@ -341,7 +337,26 @@ class Client:
             The ``plan``; ``device_bytes``, ``host_bytes`` and ``disk_bytes`` that the job would occupy; the
             predicted time ``predicted_s``, in seconds; and ``predicted_start``, in seconds since 1970.
         """
-        body = self._body({"a": a, "b": b, "c": c} | options, self._roots((a, b, c)))
+        return self._plan({"a": a, "b": b, "c": c} | options)
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        """Return the method that submits jobs of a verb."""
+        if verb not in VERBS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {verb!r}")
+
+        def submit(*operands: Any, dry_run: bool = False, **options: Any) -> Any:
+            names = list(parameters(verb))
+            if len(operands) > len(names):
+                raise TypeError(f"{verb}() takes at most {len(names)} operands: {', '.join(names)}")
+            given = {"verb": verb} | dict(zip(names, operands, strict=False)) | options
+            if dry_run:
+                return self._plan(given)
+            return Job(self._transport, self._post("/v1/jobs", self._bodies([given])[0]))
+
+        return submit
+
+    def _plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        body = self._bodies([given])[0]
         found: dict[str, Any] = self._transport.call("POST", "/v1/jobs?dry_run=1", body).json()
         return found
 
@@ -349,17 +364,17 @@ class Client:
         """Submit several products, all or none, and return their jobs in the same order.
 
         Args:
-            products: each is ``(a, b, c)``, or a dict of arguments of `submit`. A job may need an earlier one
-                of the same call by ``needs=["#0"]``, ``["#1"]`` and so on. At most 1000.
+            products: each is ``(a, b, c)``, or a dict of arguments of `submit`, or of the method of another
+                ``verb``. A job may need an earlier one of the same call by ``needs=["#0"]``, ``["#1"]`` and
+                so on. At most 1000.
             **options: arguments of `submit` for all of them.
         """
         listed = [
-            dict(each) if isinstance(each, Mapping) else dict(zip("abc", each, strict=True))
+            options | (dict(each) if isinstance(each, Mapping) else dict(zip("abc", each, strict=True)))
             for each in products
         ]
-        roots = self._roots([each.get(name) for each in listed for name in "abc"])
-        body = {"jobs": [self._body(options | each, roots) for each in listed]}
-        return [Job(self._transport, info) for info in self._post("/v1/batches", body)["jobs"]]
+        answer = self._post("/v1/batches", {"jobs": self._bodies(listed)})
+        return [Job(self._transport, info) for info in answer["jobs"]]
 
     def job(self, id: str) -> Job:  # noqa: A002
         """Return a job by its id.
@@ -408,29 +423,53 @@ class Client:
         """Send a request to submit, and return the answer. A repeated request submits nothing twice."""
         return self._transport.call("POST", path, body, headers={"Idempotency-Key": str(uuid4())}).json()
 
-    def _roots(self, paths: Iterable[object]) -> list[dict[str, Any]] | None:
-        """Return the roots of the service if a path needs them; None if the server is at a URL."""
+    def _bodies(self, listed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the descriptions of jobs as the server takes them."""
+        known: list[Sequence[Mapping[str, Any]] | None] = []
+
+        def beneath(name: str, path: str, write: bool) -> str:
+            if not known and is_local(path):
+                known.append(self._roots())
+            return operand(name, path, known[0] if known else None, write=write)
+
+        return [with_paths(_body(each), beneath) for each in listed]
+
+    def _roots(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return the roots of the service; None if the server is at a URL."""
         if self._transport.address.path is None:
             return None
-        if not any(isinstance(path, str | os.PathLike) and is_local(path) for path in paths):
-            return []
         found: list[dict[str, Any]] = self._transport.call("GET", "/v1/roots").json()["roots"]
         return found
 
-    @staticmethod
-    def _body(given: Mapping[str, Any], roots: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-        """Return the description of a job as the server takes it."""
-        body: dict[str, Any] = {}
-        rest = dict(given)
-        for name in "abc":
-            body[name] = operand(name, rest.pop(name, None), roots)
-        for name in ("name", "priority", "held"):
-            if name in rest:
-                body[name] = rest.pop(name)
-        if (deadline := rest.pop("deadline", None)) is not None:
-            body["deadline"] = deadline.timestamp() if isinstance(deadline, datetime) else deadline
-        body["needs"] = [each.id if isinstance(each, Job) else each for each in rest.pop("needs", ())]
-        return body | {"options": plain_options(rest)}
+
+def _body(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a job, with paths as they are given."""
+    rest = dict(given)
+    verb = rest.pop("verb", "gemm")
+    body: dict[str, Any] = {} if verb == "gemm" else {"verb": verb}
+    for name, kind in parameters(verb).items():
+        value = rest.pop(name, None)
+        if value is not None or kind != OPTIONAL:
+            body[name] = _operand(name, kind, value)
+    for name in ("name", "priority", "held"):
+        if name in rest:
+            body[name] = rest.pop(name)
+    if (deadline := rest.pop("deadline", None)) is not None:
+        body["deadline"] = deadline.timestamp() if isinstance(deadline, datetime) else deadline
+    body["needs"] = [each.id if isinstance(each, Job) else each for each in rest.pop("needs", ())]
+    nothing = {option: None for option, value in rest.items() if value is None}
+    return body | {"options": plain_options(rest) | nothing}
+
+
+def _operand(name: str, kind: str, value: Any) -> Any:
+    """Return an operand, or another parameter of a verb, as JSON. Raises `InputError` for an array."""
+    found = None if hasattr(value, "dtype") and not hasattr(value, "mapped") else encoded(name, value)
+    if kind in (COUNT, NUMBERS, REDUCTION) or isinstance(found, str | dict):
+        return found
+    raise InputError(
+        f"{name} is a {type(value).__name__}, and a job takes paths: store the array, such as in "
+        f"{name.upper()}.zarr, and pass its path"
+    )
 
 
 def is_local(path: object) -> bool:
@@ -442,25 +481,21 @@ def is_local(path: object) -> bool:
     return not (isinstance(path, str) and _REMOTE.match(path))
 
 
-def operand(name: str, path: object, roots: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return an operand as the service takes it, such as ``data:dir/A.zarr``.
+def operand(name: str, path: str, roots: Sequence[Mapping[str, Any]] | None, *, write: bool = False) -> str:
+    """Return a path as the service takes it, such as ``data:dir/A.zarr``.
 
     Args:
-        name: ``a``, ``b`` or ``c``.
+        name: what is at the path, for messages.
         path: ``root:path``, or a path of this machine.
         roots: the roots of the service: each has ``name``, ``folder`` and ``writable``. None if the service
             may be on another machine.
+        write: whether the path is that of a result.
 
     Raises:
-        InputError: the operand is no path, or is beneath no root.
+        InputError: the path is beneath no root.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise InputError(
-            f"{name} is a {type(path).__name__}, and a job takes paths: store the array, such as in "
-            f"{name.upper()}.zarr, and pass its path"
-        )
     if not is_local(path):
-        return str(path)
+        return path
     text = os.fsdecode(path)
     if roots is None:
         raise InputError(
@@ -469,7 +504,7 @@ def operand(name: str, path: object, roots: Sequence[Mapping[str, Any]] | None) 
         )
     real = os.path.realpath(text)
     found = [
-        (bool(root["writable"]) and name == "c", len(folder), str(root["name"]), folder)
+        (bool(root["writable"]) and write, len(folder), str(root["name"]), folder)
         for root in roots
         if real.startswith((folder := os.path.realpath(str(root["folder"]))).rstrip("/") + "/")
     ]
@@ -484,7 +519,7 @@ def operand(name: str, path: object, roots: Sequence[Mapping[str, Any]] | None) 
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `oocgemm.gemm` as plain data. Options that are None are left out.
+    """Return options of a verb as plain data. Options that are None are left out.
 
     >>> plain_options({"alpha": 1 + 2j, "trans_a": True, "chunks": (8, 8), "tile": None})
     {'alpha': '(1+2j)', 'trans_a': 'T', 'chunks': [8, 8]}
@@ -506,11 +541,7 @@ def _plain(name: str, value: Any) -> Any:
         return str(value)
     if name == "chunks":
         return [int(extent) for extent in value]
-    if hasattr(value, "item"):  # a number of NumPy
-        value = value.item()
-    if isinstance(value, str | int | float):
-        return value
-    raise InputError(f"option {name} is a {type(value).__name__}, which a job cannot have: leave it out")
+    return encoded(f"option {name}", value)
 
 
 def _number(name: str, value: Any) -> float | str:

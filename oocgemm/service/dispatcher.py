@@ -202,7 +202,7 @@ def _prepare(folder: Path, attempt: int, spec: dict[str, Any]) -> None:
     """Make the files of a job, and write the number of the attempt. Files of earlier attempts are kept."""
     for name in FILES:
         os.close(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    if needs_before(spec["options"]):
+    if needs_before(spec):
         for made in (folder, folder.parent):  # so that the files are there after a power failure
             descriptor = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

@@ -1,6 +1,6 @@
-"""What a job computes, and its plan. The planning process: ``python -m oocgemm.service.job_planner ALLOWED``.
+"""The plans of a job. The planning process: ``python -m oocgemm.service.job_planner ALLOWED``.
 
-A *spec* is plain data: ``a``, ``b`` and ``c``, paths of arrays, and ``options``.
+A job calls its verb. Its plans are what a dry run of the same call returns (`job_arguments`).
 
 Planning opens the arrays of a job. The server has checked their paths, but whoever may write in a root can
 replace a folder by a link after the check, and an array can have such a link from the start. So a process
@@ -21,31 +21,34 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from oocgemm.errors import BackendError, BudgetError, InputError
-from oocgemm.jobs import support
+from oocgemm.planning.sinks import SPARSE
 from oocgemm.planning.units import format_size
 from oocgemm.service.backfill import Limits, Need
 from oocgemm.service.confinement import Confinement, environment, restrict_to
+from oocgemm.service.job_arguments import arguments, checked
+from oocgemm.service.job_spec import in_memory, out_of
 from oocgemm.service.protocol import Reason, UnavailableError
 from oocgemm.system.text import LINES, plain
 from oocgemm.values import dataclass
 
 if TYPE_CHECKING:
-    from oocgemm.jobs.option_groups import Option
     from oocgemm.jobs.run import Plan
 
 # Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more buffers
 # than a new C.
 MARGIN = 64 << 20
+# If elements are selected by their size, one in SPARSE is assumed to be, which takes ENTRY bytes.
+ENTRY = 16
 # Options that only the run takes, not the plan.
 _RUN = frozenset({"overwrite", "trust_operands"})
+_BUDGETS = ("memory", "device_memory", "host_memory")
 # Maximum seconds for planning a job. Planning takes milliseconds.
 SECONDS = 30.0
 
@@ -60,122 +63,65 @@ class Planned:
     seconds: float
 
 
-def checked(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a spec with absolute paths. Raises `InputError` for wrong fields, options or types."""
-    options, known = spec.get("options", {}), job_options()
-    unknown = sorted({*spec} - {"a", "b", "c", "options"})
-    if unknown:
-        raise InputError(f"unknown fields {', '.join(unknown)}: a job has a, b, c and options")
-    if not isinstance(options, Mapping):
-        raise InputError('options must be an object, such as {"beta": 1}')
-    paths = {}
-    for name in "abc":
-        path = spec.get(name)
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise InputError(f"{name} must be the path of an array")
-        if "://" in path:
-            raise support.refusal(support.SERVICE, "URL", name=name)
-        paths[name] = os.path.abspath(path)
-    for name, value in options.items():
-        if name not in known:
-            raise support.refusal(support.SERVICE, "option", name=name, known=", ".join(sorted(known)))
-        if type(value) not in (allowed := json_types(name)):
-            kinds = " or ".join(kind.__name__ for kind in allowed)
-            raise InputError(f"option {name} must be of type {kinds}, not {type(value).__name__}")
-    return {**paths, "options": dict(options)}
+def call(spec: Mapping[str, Any], **options: Any) -> Any:
+    """Call the verb of a spec, with its arguments and further `options`."""
+    import oocgemm
+
+    verb = spec.get("verb", "gemm")
+    try:
+        return getattr(oocgemm, verb)(**arguments(spec) | options)
+    except TypeError as error:
+        if "required keyword-only argument" in str(error):
+            raise InputError(f"{error}: pass it as an option") from error
+        raise
 
 
-def job_options() -> "dict[str, Option]":
-    """Return the options of `oocgemm.gemm` that a job may have, by name."""
-    from oocgemm.jobs.options import options_of
-
-    return {name: option for name, option in options_of("gemm").items() if option.service}
-
-
-def json_types(name: str) -> tuple[type, ...]:
-    """Return the types that the value of an option may have in JSON."""
-    from oocgemm.jobs.options import types_of
-
-    types = types_of("gemm", name)
-    if types == {bool}:
-        return (bool,)
-    if tuple[int, int] in types:
-        return (list,)
-    if complex in types:  # a complex, infinite or nan value is a text
-        return int, float, str
-    return (int, str) if int in types else (str,)
-
-
-def arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a spec as keyword arguments of `oocgemm.gemm`."""
-    return {name: _argument(name, value) for name, value in spec["options"].items()}
-
-
-def _argument(name: str, value: Any) -> Any:
-    if isinstance(value, list):
-        if len(value) != 2 or any(type(each) is not int for each in value):
-            raise InputError(f"option {name} must be two integers, such as [1024, 1024], not {value}")
-        return tuple(value)
-    if isinstance(value, str) and float in json_types(name):
-        try:
-            number = complex(value)
-        except ValueError:
-            raise InputError(f"option {name} must be a number, such as 1.5 or 2+1j, not {value!r}") from None
-        return number if number.imag else number.real
-    return value
-
-
-def _in_json(value: Any) -> bool:
-    """Return whether JSON can hold a value. It cannot hold complex, infinite and nan values."""
-    return not isinstance(value, complex) and (not isinstance(value, float) or isfinite(value))
-
-
-def needs_before(options: Mapping[str, Any]) -> bool:
-    """Return whether a job with these options replaces or changes an old C."""
-    return bool(options.get("overwrite") or options.get("beta"))
+def needs_before(spec: Mapping[str, Any]) -> bool:
+    """Return whether a job replaces or changes an old C, or saves its result at the end."""
+    return bool(spec.get("saves") or spec["options"].get("overwrite") or spec["options"].get("beta"))
 
 
 def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
     """Plan a job, whose spec `checked` has returned.
 
     The budgets default to the limits: the memory of the largest device, and an equal part of the host memory
-    for each device. The budgets are lowered to what the plan needs, so that other jobs can run beside this
-    one.
+    for each device. The budgets are lowered to what the plans of all passes need, so that other jobs can run
+    beside this one.
 
     Raises `InputError` if the product is impossible. Raises `BudgetError` if the budgets or the limits are
     too small; the error names the smallest budgets that would do.
     """
-    from oocgemm.verbs import gemm
-
-    given = arguments(spec)
-    if not needs_before(given):
-        _check_incomplete(spec["c"])
-    plan_with = partial(gemm.plan, *(spec[name] for name in "abc"))
-    options: dict[str, Any] = {"backend": backend}
-    options |= {name: value for name, value in given.items() if name not in _RUN}
+    given, out = spec["options"], out_of(spec)
+    asked = {name: value for name, value in given.items() if name not in _RUN}
+    plain = dict(spec) | {"options": {name: x for name, x in asked.items() if name not in _BUDGETS}}
+    plan_with = partial(call, plain, backend=backend, dry_run=True)
     host = limits.host // max(1, len(limits.devices))
     if backend == "host":  # both budgets are host memory
-        defaults = {"device_memory": host * 3 // 4, "host_memory": host // 4}
+        budgets: dict[str, Any] = {"device_memory": host * 3 // 4, "host_memory": host // 4}
     else:
-        defaults = {"device_memory": max(limits.devices.values(), default=0), "host_memory": host}
-    if "memory" in options:
-        defaults = {} if backend == "host" else {"device_memory": defaults["device_memory"]}
-    plan = plan_with(**defaults | options)
+        budgets = {"device_memory": max(limits.devices.values(), default=0), "host_memory": host}
+    if "memory" in asked:
+        budgets = {} if backend == "host" else {"device_memory": budgets["device_memory"]}
+    budgets |= {name: asked[name] for name in _BUDGETS if name in asked}
+    if not needs_before(spec):
+        _check_incomplete(out)
+    kept = in_memory(spec)
+    passes = Passes.of(plan_with(**budgets), in_memory=kept)
+    saves = kept or passes.saved
+    if saves:
+        _check_saving(out, single=passes.single)
     # The job itself gets both budgets, as small as they may be.
-    options.pop("memory", None)
-    budgets = {"device_memory": plan.budgets.device, "host_memory": plan.budgets.host}
-    used = {
-        "device_memory": plan.footprint.device_total,
-        "host_memory": min(plan.footprint.host_total + MARGIN, plan.budgets.host),
-    }
+    budgets, used = passes.budgets, passes.used
     try:
-        plan = plan_with(**options | used)
-        budgets = used
+        lowered = Passes.of(plan_with(**used), in_memory=kept)
+        if lowered.method == passes.method:
+            passes, budgets = lowered, used
     except BudgetError:  # the search finds no plan for exactly this much memory
         pass
-    device, host = budgets.values()
-    disk = 0 if os.path.exists(spec["c"]) else plan.problem.m * plan.problem.n * plan.problem.itemsizes["C"]
-    need = Need(0, device + host, disk) if backend == "host" else Need(device, host, disk)
+    device, memory = budgets["device_memory"], budgets["host_memory"] + passes.held
+    exists = os.path.exists(out)
+    disk = passes.disk(replaces=exists)
+    need = Need(0, device + memory, disk) if backend == "host" else Need(device, memory, disk)
     if (lacking := limits.lacking(need)) is not None:
         reason, needed, limit = lacking
         what = {Reason.DEVICE_MEMORY: "device memory", Reason.HOST_MEMORY: "host memory"}.get(reason, "disk")
@@ -183,13 +129,105 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         if reason is Reason.DISK:
             raise InputError(text + "free space in the folder of C, or raise --disk-quota of the service")
         text += "pass smaller budgets, or raise the limit of the service"
-        raise BudgetError(text, needed=_smallest(plan_with, options))
-    continues = os.path.exists(spec["c"]) and not (given.get("overwrite") or plan.problem.updates_c)
-    stored = {name: value if _in_json(value) else spec["options"][name] for name, value in given.items()}
-    stored.pop("memory", None)
+        raise BudgetError(text, needed=_smallest(plan_with))
+    continues = exists and not (given.get("overwrite") or passes.last.problem.updates_c)
+    stored = {name: value for name, value in given.items() if name != "memory"}
     stored |= {"backend": backend} | budgets
-    summary = _summary(plan) | {"c_exists": continues}
-    return Planned(dict(spec) | {"options": stored}, summary, need, plan.prediction.total)
+    new = dict(spec) | {"options": stored} | ({"saves": True} if saves else {})
+    return Planned(new, passes.summary() | {"c_exists": continues}, need, passes.seconds)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The plans of all products of a job, in sequence, as a dry run of its verb returns them.
+
+    - `reads`: how often the operand of `pca` is read; 1 for other verbs.
+    - `method`: how `pca` computes; "" for other verbs.
+    - `stored`: bytes that are stored beside what the plans say.
+    - `saved`: whether several arrays are saved at the end.
+    - `in_memory`: whether the result is kept in memory, and saved then.
+    """
+
+    plans: "Sequence[Plan]"
+    reads: int = 1
+    method: str = ""
+    stored: int = 0
+    saved: bool = False
+    in_memory: bool = False
+
+    @classmethod
+    def of(cls, found: Any, *, in_memory: bool) -> "Passes":
+        if (plan := getattr(found, "pass_plan", None)) is not None:
+            reads = found.passes + found.statistics + found.checks
+            return cls([plan], reads, found.method, found.bytes_stored, saved=True)
+        return cls(found if isinstance(found, tuple) else [found], in_memory=in_memory)
+
+    @property
+    def last(self) -> "Plan":
+        """The plan of the result."""
+        return self.plans[-1]
+
+    @property
+    def single(self) -> bool:
+        """Whether a result in memory is one array. Selected elements have indices, too."""
+        problem = self.last.problem
+        return not (self.saved or problem.sink.stores_c or problem.c_dtype.startswith("void"))
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """The budgets of the plans. The plans have the same ones, unless they take different shares."""
+        return {
+            "device_memory": max(plan.budgets.device for plan in self.plans),
+            "host_memory": max(plan.budgets.host for plan in self.plans),
+        }
+
+    @property
+    def used(self) -> dict[str, int]:
+        """What the plans use of the budgets."""
+        host = max(plan.footprint.host_total for plan in self.plans)
+        return {
+            "device_memory": max(plan.footprint.device_total for plan in self.plans),
+            "host_memory": min(host + MARGIN, self.budgets["host_memory"]),
+        }
+
+    @property
+    def held(self) -> int:
+        """Bytes of the result, if it is kept in memory until it is saved. It is copied once."""
+        return 2 * self._size if self.in_memory else 0
+
+    def disk(self, *, replaces: bool) -> int:
+        """Return the bytes of new files. With beta, finished tiles are kept beside C until it is complete."""
+        if self.saved:
+            return self.stored
+        before = sum(
+            plan.problem.m * plan.problem.n * plan.problem.itemsizes["C"] for plan in self.plans[:-1]
+        )
+        return before + (0 if replaces and not self.last.problem.updates_c else self._size)
+
+    @property
+    def _size(self) -> int:
+        """The bytes of the result. It is estimated if it depends on the elements of C."""
+        problem = self.last.problem
+        if not problem.sink.stores_c:
+            return int(problem.sink.count(problem.m, problem.m * problem.n) * problem.itemsizes["C"])
+        elements = problem.m * problem.n
+        return elements // SPARSE * ENTRY if self.in_memory else int(elements * problem.itemsizes["C"])
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of all passes."""
+        return self.reads * sum(plan.prediction.total for plan in self.plans)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what a job shows of its plans. `work` is the number of tiles of all passes."""
+        problem, tile, grid = self.last.problem, self.last.tile, self.last.grid
+        return {
+            **{"m": problem.m, "n": problem.n, "k": problem.k, "a_dtype": problem.a_dtype},
+            **{"c_dtype": problem.c_dtype, "tile": [tile.m, tile.n, tile.k], "tiles": list(grid.shape)},
+            **{"flops": self.reads * sum(plan.flops for plan in self.plans)},
+            **{"predicted_seconds": self.seconds},
+            **{"work": self.reads * sum(plan.grid.count for plan in self.plans)},
+        }
 
 
 def _check_incomplete(c: str) -> None:
@@ -209,22 +247,25 @@ def _check_incomplete(c: str) -> None:
         )
 
 
-def _smallest(plan_with: Callable[..., object], options: Mapping[str, Any]) -> tuple[int, int] | None:
+def _check_saving(out: str, *, single: bool) -> None:
+    """Raise `InputError` if a result cannot be saved at a path: a `single` array, or several in a group."""
+    from oocgemm.stores.zarr_matrix import check_free
+
+    if not single:
+        check_free(out)
+    elif not out.endswith(".npy"):
+        raise InputError(f"{out}: the result is one array, which is saved as a .npy file: give {out}.npy")
+    elif os.path.lexists(out):
+        raise InputError(f"something exists at {out}: give another path, or remove it")
+
+
+def _smallest(plan_with: Callable[..., object]) -> tuple[int, int] | None:
     """Return the minimum device memory and host memory with which a job can run; None if unknown."""
     try:
-        plan_with(**dict(options) | {"device_memory": 1, "host_memory": 1})
+        plan_with(device_memory=1, host_memory=1)
     except BudgetError as error:
         return error.needed
     return None
-
-
-def _summary(plan: "Plan") -> dict[str, Any]:
-    problem, tile = plan.problem, plan.tile
-    return {
-        **{"m": problem.m, "n": problem.n, "k": problem.k, "a_dtype": problem.a_dtype},
-        **{"c_dtype": problem.c_dtype, "tile": [tile.m, tile.n, tile.k], "tiles": list(plan.grid.shape)},
-        **{"flops": plan.flops, "predicted_seconds": plan.prediction.total},
-    }
 
 
 class Planner:

@@ -4,7 +4,8 @@ Between jobs, it keeps what takes long to make: imported modules, the CUDA conte
 streams, and a little pinned memory (`oocgemm.release` says how much). Its standard input is a socket to the
 server. The server sends orders: JSON objects with ``attempt``, ``spec``, ``device`` and
 ``confine``. The worker answers with `BEGUN` when it has the lock of the job, and with `IDLE` when the attempt
-has ended and it waits for another order. It computes each product with ``resume=True``.
+has ended and it waits for another order. It calls the verb of a job, with ``resume=True`` if the
+verb can be resumed.
 
 A worker ends
 
@@ -28,9 +29,9 @@ place, by the process that has the lock.
 - ``lock``: locked while a process computes the job. It contains the number of the latest attempt, which the
   server writes.
 - ``owner.json``: the process that has the lock.
-- ``before.json``: the state of the files of C before the first attempt. Only jobs that replace or change an
-  old C have this file.
-- ``tiles``: a line for each tile that has been written: the number of the attempt, row and column.
+- ``before.json``: the state of the files of C before the first attempt, if the job replaces or changes an old
+  C. If the job saves its result at the end: which file or folder that is.
+- ``tiles``: a line for each finished tile: the numbers of the attempt and of the pass, row and column.
 - ``live.json``: what the process does now, in one line. One write overwrites the line, so a reader always
   sees a complete first line.
 - ``result.json``: how the attempt ended. It is durable when the lock is free.
@@ -50,6 +51,7 @@ Why files that are written in place are enough:
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -65,7 +67,8 @@ from typing import Any
 
 from oocgemm.errors import BudgetError, DataWarning, InputError, OocGemmError
 from oocgemm.service.confinement import restrict_to
-from oocgemm.service.job_planner import arguments, needs_before
+from oocgemm.service.job_planner import call, needs_before
+from oocgemm.service.job_spec import out_of, with_paths
 from oocgemm.system.text import plain
 from oocgemm.system.threads import process_start
 
@@ -199,29 +202,121 @@ def _attempt(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]
 def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
     spec = order["spec"]
     try:
-        from oocgemm.verbs.gemm import gemm  # this imports NumPy
-
-        options = arguments(spec)
-        with open(folder / TILES, "a", buffering=1) as tiles:
-            result = gemm(
-                spec["a"],
-                spec["b"],
-                spec["c"],
-                **options,
-                device=order["device"] if options["backend"] == "cuda" else 0,
-                resume=_resumes(folder, spec["c"], options),
-                timeline=folder / TIMELINE,
-                progress=_noting(order["attempt"], tiles.write, folder / LIVE),
-            )
+        if spec.get("saves"):
+            return _saved(folder, order)
+        resume = _resumes(folder, out_of(spec), spec)
+        return _computed(folder, order, spec, resume=resume)[0]
     except (OocGemmError, MemoryError, OSError) as error:
         text = str(error) or type(error).__name__
         for found, shown in _ADVICE:
             text = text.replace(found, shown)
         print(f"Error: {text}", file=sys.stderr)
         code = 3 if isinstance(error, BudgetError) else 2 if isinstance(error, InputError) else 1
+        if spec.get("saves") and code in UNHARMED:  # no attempt will follow
+            shutil.rmtree(_beside(spec), ignore_errors=True)
         return {"exit_code": code, "error": text}
-    done = {"exit_code": 0, "error": None, "seconds": result.log.wall / 1e9}
-    return done | {"flops": result.plan.flops, "kept_tiles": len(result.plan.done)}
+
+
+def _computed(
+    folder: Path, order: Mapping[str, Any], spec: Mapping[str, Any], *, resume: bool
+) -> tuple[dict[str, Any], Any]:
+    """Call the verb of a job. Return the status of the attempt, and what the verb has returned."""
+    from oocgemm.jobs.options import options_of  # this imports NumPy
+
+    options: dict[str, Any] = {"timeline": folder / TIMELINE, "resume": resume}
+    known, passes, begun = options_of(spec.get("verb", "gemm")), list[Any](), monotonic()
+    with open(folder / TILES, "a", buffering=1) as tiles:
+        result = call(
+            spec,
+            **{name: value for name, value in options.items() if name in known},
+            device=order["device"] if spec["options"]["backend"] == "cuda" else 0,
+            progress=_noting(order["attempt"], passes, tiles.write, folder / LIVE),
+        )
+    log = getattr(getattr(result, "run", result), "log", None)
+    done = {"exit_code": 0, "error": None, "seconds": monotonic() - begun if log is None else log.wall / 1e9}
+    flops, kept = sum(plan.flops for plan in passes), sum(len(plan.done) for plan in passes)
+    return done | {"flops": flops, "kept_tiles": kept}, result
+
+
+def _saved(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Run an attempt of a job whose result is saved at the end. Return its status.
+
+    The result is saved in a folder beside its place, where a complete result gets the name of the place. Its
+    identity is recorded before it is moved to its place. So later attempts recognize it in both places, and
+    compute nothing. In that folder, `pca` keeps the state after each pass, too.
+    """
+    from oocgemm.stores.files import sync_path
+
+    spec, place = order["spec"], Path(out_of(order["spec"]))
+    beside, before = _beside(spec), read_json(folder / BEFORE)
+    made = beside / place.name
+    if before is None:
+        shutil.rmtree(beside, ignore_errors=True)  # an earlier job may have failed
+        _write(folder / BEFORE, before := {"made": None}, durable=True)
+    status = before.get("status") or {"exit_code": 0, "error": None}
+    if before["made"] is not None and before["made"] == _identity(place):
+        return status
+    beside.mkdir(parents=True, exist_ok=True)
+    if not made.exists():
+        new = beside / "new" / place.name
+        shutil.rmtree(new.parent, ignore_errors=True)
+        new.parent.mkdir()
+        status, result = _computed(folder, order, with_paths(spec, _at(made)), resume=True)
+        if not made.exists():  # the verb has not saved it
+            _save(result, new)
+            new.rename(made)
+    sync_tree(made)
+    _write(folder / BEFORE, {"made": _identity(made), "status": status}, durable=True)
+    try:
+        if made.is_dir():
+            made.rename(place)  # fails if something is there
+        else:
+            os.link(made, place)
+    except OSError as error:
+        if not os.path.lexists(place):
+            raise
+        raise InputError(f"something exists at {place}: give another path, or remove it") from error
+    sync_path(place.parent)
+    shutil.rmtree(beside, ignore_errors=True)
+    return status
+
+
+def _beside(spec: Mapping[str, Any]) -> Path:
+    """Return the folder in which a result is saved before it is moved to its place."""
+    place = Path(out_of(spec))
+    return place.with_name(f".{place.name}.job")
+
+
+def _at(place: Path) -> Callable[[str, str, bool], str]:
+    """Return a change of the paths of a spec: the result is at another place."""
+    return lambda name, path, write: str(place) if write else path
+
+
+def _save(result: Any, path: Path) -> None:
+    """Save the result of a verb at a path: by its own method, or an array as a .npy file."""
+    if hasattr(result, "save"):
+        result.save(path)
+        return
+    import numpy as np
+
+    np.save(path, result)
+
+
+def _identity(path: Path) -> list[int] | None:
+    """Return numbers that identify a file or folder, wherever it is moved; None if it is missing."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return [status.st_dev, status.st_ino]
+
+
+def sync_tree(top: Path) -> None:
+    """Make a file durable, or a folder and all in it."""
+    from oocgemm.stores.files import sync_path
+
+    for path in (top, *top.rglob("*"), top.parent):
+        sync_path(path)
 
 
 @contextmanager
@@ -259,14 +354,14 @@ def _redirect(path: Path) -> None:
     os.close(descriptor)
 
 
-def _resumes(folder: Path, c: str, options: Mapping[str, Any]) -> bool:
+def _resumes(folder: Path, c: str, spec: Mapping[str, Any]) -> bool:
     """Return whether a job continues the run at C.
 
     A job continues what an earlier attempt of it has begun. If none has begun, C is as it was before the
     first attempt. It then continues an unfinished run of the same product, unless it replaces or changes an
     old C.
     """
-    if not needs_before(options):
+    if not needs_before(spec):
         return True
     now = _state_of(c)
     before = read_json(folder / BEFORE)
@@ -290,21 +385,29 @@ def _state_of(c: str) -> dict[str, list[int] | None]:
     return found
 
 
-def _noting(attempt: int, write: Callable[[str], object], now: Path) -> Any:
-    """Return a progress callback that calls `write` with a line per finished tile, and updates `now`."""
+def _noting(attempt: int, passes: list[Any], write: Callable[[str], object], now: Path) -> Any:
+    """Return a progress callback that calls `write` with a line per finished tile, and updates `now`.
+
+    It appends the plan of each pass to `passes`. A tile is finished when it has been written, or, if C is not
+    stored, when it has been multiplied.
+    """
 
     def begin(plan: Any) -> Callable[[Any], None]:
+        number, stored = len(passes), plan.problem.sink.stores_c
+        passes.append(plan)
         left: Counter[tuple[int, int]] = Counter()
+        steps = -(-plan.problem.k // max(1, plan.tile.k))
         watch = live_observer(plan, now)
 
         def observe(span: Any) -> None:
             watch(span)
-            if span.kind == "write":
+            if span.kind == ("write" if stored else "multiply"):
                 tile = span.tile
-                left[tile] = left.get(tile, plan.tile_bytes(tile)) - span.bytes
+                left[tile] = left.get(tile, plan.tile_bytes(tile) if stored else steps)
+                left[tile] -= span.bytes if stored else 1
                 if left[tile] <= 0:
                     del left[tile]
-                    write(f"{attempt} {tile[0]} {tile[1]}\n")
+                    write(f"{attempt} {number} {tile[0]} {tile[1]}\n")
 
         return observe
 

@@ -84,6 +84,7 @@ class PCAPlan:
         slices: the number of slices of the rows of X that several devices multiply; 1 for all of X.
         devices: how many slices are multiplied at the same time.
         method: "exact" if the first pass computes a Gram matrix, else "randomized".
+        bytes_stored: estimated maximum size in bytes of the saved result, and of the state beside it.
     """
 
     pass_plan: Plan
@@ -95,6 +96,7 @@ class PCAPlan:
     slices: int = 1
     devices: int = 1
     method: str = "randomized"
+    bytes_stored: int = 0
 
     @property
     def bytes_read(self) -> int:
@@ -218,7 +220,9 @@ def pca(
         checks = iterations - exact if options.get("verify") else 0
         of_slices = len(passes.slices), passes.sessions, "exact" if exact else "randomized"
         reads = max(iterations, passes.gram_reads * exact) + scores
-        return PCAPlan(plan, rows, cols, reads, statistics, checks, *of_slices)
+        # A state has four blocks at most, and the next state is written before the last one is removed.
+        stored = _bytes_saved(passes, k, scores=scores, begun=True) + 2 * 4 * 8 * cols * passes.columns
+        return PCAPlan(plan, rows, cols, reads, statistics, checks, *of_slices, bytes_stored=stored)
     path, target = None, None if out is None else os.fspath(out)
     identity = _identity(passes, k, iterations, tol, seed) | {"method": method}
     saved = None

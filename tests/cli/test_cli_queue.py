@@ -61,9 +61,8 @@ def test_submit_takes_all_options_of_run_that_a_job_takes(stub: Stub) -> None:
         return {option for parameter in cli.commands[name].params for option in parameter.opts}
 
     outside = "--backend --device --devices --quiet --resume --timeline --workers"
-    # Jobs take no views, no arrays of object stores, and no transforms.
-    outside += "".join(f" --{x}-{what}" for x in "ab" for what in ("rows", "cols", "isel", "concat"))
-    outside += " --scheduler --scheduler-file --requests --transform-a --transform-b"
+    # Jobs take no arrays of object stores.
+    outside += " --scheduler --scheduler-file --requests"
     assert options("run") - options("submit") == set(outside.split())
 
 

@@ -19,6 +19,7 @@ from oocgemm.planning import Plan
 from oocgemm.planning.units import parse_size
 from oocgemm.service import job_planner
 from oocgemm.service.backfill import Limits
+from oocgemm.service.job_arguments import checked
 from tests.support.backends_here import running_on
 from tests.support.command import command
 from tests.support.suite import each_value
@@ -156,7 +157,7 @@ def test_jobs_of_the_service_take_memory(backend: str, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.ones((64, 64)))
     paths = {name: str(tmp_path / f"{name}.npy") for name in "abc"} | {"b": str(tmp_path / "a.npy")}
     limits = Limits({0: 512 * MIB} if backend == "cuda" else {}, 512 * MIB, 1 << 30)
-    job = job_planner.planned(job_planner.checked(paths | {"options": {"memory": "96MiB"}}), limits, backend)
+    job = job_planner.planned(checked(paths | {"options": {"memory": "96MiB"}}), limits, backend)
     options = job.spec["options"]
     assert "memory" not in options
     host = parse_size(options["host_memory"])

@@ -56,9 +56,9 @@ def test_verbs_take_the_options_of_the_executors_that_run_them(verb: str) -> Non
 
 REFUSED = [
     (verb, option)
-    for verb, (uses, _) in sorted(VERBS.items())
+    for verb, facts in sorted(VERBS.items())
     for option in ("devices", "workers")
-    if hole(OPTIONS[option], uses) is not None
+    if hole(OPTIONS[option], facts.uses) is not None
 ]
 
 

@@ -35,9 +35,9 @@ def test_local_paths_become_paths_beneath_a_root(tmp_path: Path, monkeypatch: py
         {"name": "out", "folder": str(tmp_path / "in" / "out"), "writable": True},
     ]
     assert operand("a", "A.zarr", roots) == "in:A.zarr"
-    assert operand("a", tmp_path / "link" / "A.npy", roots) == "in:A.npy"
+    assert operand("a", str(tmp_path / "link" / "A.npy"), roots) == "in:A.npy"
     assert operand("a", "../A.npy", roots) == "all:A.npy"
-    assert operand("c", "out/new/C.zarr", roots) == "out:new/C.zarr"
+    assert operand("c", "out/new/C.zarr", roots, write=True) == "out:new/C.zarr"
     assert operand("b", "./x:y", roots) == "in:x:y"
     assert operand("b", "data:y", roots) == "data:y"
     with pytest.raises(InputError, match=r"a, /etc/A, .* all \(.*\), in \(.*\), out \(.*--root"):
@@ -51,7 +51,7 @@ def test_a_writable_root_is_preferred_for_c(tmp_path: Path) -> None:
         {"name": "r", "folder": str(tmp_path), "writable": False},
         {"name": "w", "folder": str(tmp_path), "writable": True},
     ]
-    assert operand("c", tmp_path / "C", roots) == "w:C"
+    assert operand("c", str(tmp_path / "C"), roots, write=True) == "w:C"
 
 
 def test_a_server_at_a_url_is_not_asked_for_its_folders() -> None:

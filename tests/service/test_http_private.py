@@ -23,7 +23,8 @@ from oocgemm.service import job_worker
 from oocgemm.service.client import Job
 from oocgemm.service.http.security import LOGIN_SECONDS, LoginCode, Tokens
 from oocgemm.service.http.service import DATABASE
-from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_arguments import checked
+from oocgemm.service.job_planner import planned
 from oocgemm.service.job_store import VERSION, JobStore
 from oocgemm.service.limits import Root, display_all
 from oocgemm.service.protocol import State

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from oocgemm.jobs.options import options_of
-from oocgemm.service.job_planner import job_options
+from oocgemm.service.job_arguments import job_options
 from oocgemm.service.protocol import Action
 from tests.support.real_server import RealServer, running_server
 from tests.support.suite import examples
@@ -64,12 +64,12 @@ def test_the_description_is_openapi_3_1_and_complete(server: RealServer) -> None
 
 def test_the_form_shows_options_as_the_table_describes_them(server: RealServer) -> None:
     schemas = server.ask("GET", "/v1/openapi.json").json()["components"]["schemas"]
-    assert {*schemas["OptionsBody"]["properties"]} == {*job_options()}
+    assert {*schemas["GemmOptions"]["properties"]} == {*job_options("gemm")}
     reply = server.ask("GET", "/static/options.js")
     assert reply.headers["Content-Type"].startswith("text/javascript")
     served = json.loads(reply.body.removeprefix(b"export const OPTIONS = ").removesuffix(b";\n"))
     shown = {each["name"]: each for each in served}
-    assert {*job_options()} - {*shown} == {"decode", "memory"}
+    assert {*job_options("gemm")} - {*shown} == {"decode", "memory", "transform_a", "transform_b", "epilogue"}
     script = server.ask("GET", "/static/fields.js").body.decode()
     groups = re.findall(r'of\("(\w+)"\)', script)
     assert {each["group"] for each in served} == {*groups} == {"a", "b", "c", "budgets", "more"}

@@ -14,7 +14,8 @@ from oocgemm.errors import InputError
 from oocgemm.service import confinement, dispatcher
 from oocgemm.service.backfill import Limits
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.job_planner import Planner, checked, planned
+from oocgemm.service.job_arguments import checked
+from oocgemm.service.job_planner import Planner, planned
 from oocgemm.service.job_store import JobStore
 from oocgemm.service.limits import Root, allowed_folders
 from oocgemm.service.protocol import State
@@ -208,7 +209,7 @@ def test_a_job_with_a_defect_ends_with_status_1(tmp_path: Path) -> None:
     process.close()
     result = dispatcher.result_of(folder, 1)
     assert result is not None
-    assert (result["exit_code"], result["error"]) == (1, "KeyError: 'a'")
+    assert (result["exit_code"], result["error"]) == (1, "KeyError: 'c'")
     assert "Traceback" in (folder / "log").read_text()
 
 

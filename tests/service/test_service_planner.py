@@ -16,7 +16,8 @@ import pytest
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.service import confinement, job_planner
 from oocgemm.service.backfill import Limits
-from oocgemm.service.job_planner import Planner, arguments, checked, planned
+from oocgemm.service.job_arguments import arguments, checked
+from oocgemm.service.job_planner import Planner, planned
 from oocgemm.service.protocol import UnavailableError
 from tests.support.services import LIMITS, store_operands
 

@@ -17,7 +17,8 @@ from oocgemm.service import dispatcher
 from oocgemm.service import dispatcher as dispatching
 from oocgemm.service.backfill import Limits, Need
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_arguments import checked
+from oocgemm.service.job_planner import planned
 from oocgemm.service.job_store import JobRecord, JobStore
 from oocgemm.service.job_worker import TILES
 from oocgemm.service.protocol import FINAL, Action, Reason, State
@@ -98,7 +99,7 @@ def test_jobs_run_and_leave_their_results(service: Service) -> None:
         np.testing.assert_array_equal(np.load(job.c_path), product_of(service.folder))
         folder = service.dispatcher.folder_of(job.id)
         assert sorted((folder / TILES).read_text().split("\n")[:-1]) == [
-            f"1 {i} {j}" for i in range(4) for j in range(4)
+            f"1 0 {i} {j}" for i in range(4) for j in range(4)
         ]
         assert oocgemm.report(folder / "timeline").flops == 2 * 64**3
         assert service.store.usage()["user"] > 0

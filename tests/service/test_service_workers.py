@@ -17,7 +17,8 @@ from oocgemm.service import dispatcher as dispatching
 from oocgemm.service.backfill import Limits, Need, Running
 from oocgemm.service.dispatcher import KEEP, KEPT, Dispatcher, WorkerPool
 from oocgemm.service.http.routes import devices
-from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_arguments import checked
+from oocgemm.service.job_planner import planned
 from oocgemm.service.job_store import JobRecord, JobStore, NewJob
 from oocgemm.service.job_worker import LOG, OWNER
 from oocgemm.service.limits import DeviceInfo, Root, allowed_folders

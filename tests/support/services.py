@@ -9,7 +9,8 @@ from oocgemm.service import dispatcher
 from oocgemm.service.backfill import Limits, Need
 from oocgemm.service.confinement import Confinement
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_arguments import checked
+from oocgemm.service.job_planner import planned
 from oocgemm.service.job_store import JobRecord, JobStore, NewJob
 from oocgemm.service.job_worker import LOG
 from oocgemm.service.protocol import FINAL

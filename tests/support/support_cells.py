@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import zarr
 from support import Cell  # type: ignore[import-not-found]
 
 import oocgemm
+from oocgemm.jobs.options import options_of
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_arguments import checked
+from oocgemm.service.job_planner import planned
+from oocgemm.service.job_spec import encoded, out_of, parameters, place_of
 from oocgemm.service.job_store import JobStore, NewJob
 from oocgemm.service.protocol import State
 from tests.support.fake_cuda import fake_cuda
@@ -31,6 +35,11 @@ MAX_STEPS = 6  # after which a run is interrupted: more than a tile has, fewer t
 V = np.arange(-5.0, 11.0)
 Y = np.arange(20.0) % 7
 FITS = {"lstsq", "ridge"}  # verbs of an X with more rows than columns, which is B
+# The array that is compared, of those that a job saves.
+ARRAYS = {
+    **{"similarity": "scores", "neighbors": "distances", "pca": "singular_values"},
+    **dict.fromkeys(FITS, "coefficients"),
+}
 EXECUTORS: Mapping[str, dict[str, Any]] = {
     "host": {},
     "devices": {"devices": "0,0"},
@@ -127,18 +136,21 @@ CALLS: Mapping[str, Call] = {
         iterations=200,
     ),
     "lstsq": Call(
-        lambda x, **options: oocgemm.lstsq(x, Y, **options),
+        oocgemm.lstsq,
         lambda found: found.coefficients,
         lambda x: np.linalg.lstsq(x, Y)[0],
+        more=(Y,),
         stores=False,
         tiles=False,
     ),
     "ridge": Call(
-        lambda x, **options: oocgemm.ridge(x, Y, (0.5, 2), **options),
+        oocgemm.ridge,
         lambda found: found.coefficients,
         lambda x: np.stack([np.linalg.solve(x.T @ x + a * np.eye(x.shape[1]), x.T @ Y) for a in (0.5, 2)]),
+        more=(Y,),
         stores=False,
         tiles=False,
+        alpha=(0.5, 2),
     ),
     "kernel_matmul": Call(
         oocgemm.kernel_matmul, lambda found: found, _kernel, more=(V,), stores=False, gamma=GAMMA
@@ -169,10 +181,7 @@ def run(cell: Cell, folder: Path) -> None:
             a, expected = b, CALLS[cell.verb].expected(B)
         else:
             expected = CALLS[cell.verb].expected(A - mean if cell.operand == "transformed" else A)
-        if cell.executor == "service":
-            np.testing.assert_array_equal(_job(cell, folder, a, b), expected)
-            return
-        found = _call(cell, folder, a, b, stack)
+        found = (_job if cell.executor == "service" else _call)(cell, folder, a, b, stack)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -209,9 +218,7 @@ def _call(cell: Cell, folder: Path, a: Any, b: Any, stack: ExitStack) -> Array:
     verb, options = CALLS[cell.verb], dict(CALLS[cell.verb].options)
     operands: list[Any] = [a, b] if cell.verb in ("gemm", "reduce") else [a]
     operands += verb.more
-    if cell.operand == "transformed":
-        two = cell.verb in ("gemm", "reduce", "kernel_matmul")
-        options["transform_a" if two else "transform"] = TRANSFORM
+    options |= _transform(cell)
     if verb.stores and (cell.mode == "resume" or cell.executor == "workers"):
         options["c" if cell.verb == "gemm" else "out"] = str(folder / "c.zarr")
     if verb.tiles:
@@ -230,6 +237,12 @@ def _call(cell: Cell, folder: Path, a: Any, b: Any, stack: ExitStack) -> Array:
     return np.asarray(verb.result(verb.call(*operands, **options)))
 
 
+def _transform(cell: Cell) -> dict[str, Any]:
+    if cell.operand != "transformed":
+        return {}
+    return {"transform_a" if "transform_a" in options_of(cell.verb) else "transform": TRANSFORM}
+
+
 @contextmanager
 def _interrupted(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield options with which a run is interrupted after some operations, as by Ctrl-C."""
@@ -244,15 +257,28 @@ def _interrupted(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(options) | {"progress": lambda plan: observe}
 
 
-def _job(cell: Cell, folder: Path, a: str, b: str) -> Array:
+def _job(cell: Cell, folder: Path, a: Any, b: Any, stack: ExitStack) -> Array:
     """Return what a job of a service computes."""
-    spec = {"a": a, "b": b, "c": str(folder / "c.npy"), "options": {"verify": cell.mode == "verify"}}
-    found = planned(checked(spec), LIMITS, "host")
+    verb = CALLS[cell.verb]
+    given = [a, b] if cell.verb in ("gemm", "reduce") else [a]
+    for number, array in enumerate(verb.more):
+        np.save(folder / f"more{number}.npy", array)
+        given.append(str(folder / f"more{number}.npy"))
+    names = parameters(cell.verb)
+    spec = dict(zip(names, given, strict=False)) | {"verb": cell.verb}
+    options = dict(verb.options) | _transform(cell) | {"verify": True if cell.mode == "verify" else None}
+    for name in names.keys() & options.keys():
+        spec[name] = options.pop(name)
+    sums = not verb.stores and cell.verb not in (*ARRAYS, "ld")
+    out = spec[place_of(cell.verb)] = str(folder / ("c.npy" if sums or cell.verb == "gemm" else "c.zarr"))
+    plain = {name: encoded(name, value) for name, value in spec.items()}
+    plain["options"] = {name: encoded(name, value) for name, value in options.items() if value is not None}
+    found = planned(checked(plain), LIMITS, "host")
     store = JobStore(folder / "db")
     dispatcher = Dispatcher(store, folder, lambda: LIMITS)
     new = NewJob(
         owner="user", spec=found.spec, plan=found.summary, need=found.need, seconds=found.seconds,
-        c_path=found.spec["c"],
+        c_path=out_of(found.spec),
     )  # fmt: skip
     try:
         store.submit([new])
@@ -260,4 +286,10 @@ def _job(cell: Cell, folder: Path, a: str, b: str) -> Array:
     finally:
         dispatcher.close()
     assert job.state is State.SUCCEEDED, job.error
-    return np.load(folder / "c.npy")
+    if out.endswith(".npy"):
+        return np.load(out)
+    stored: Any = zarr.open(out, mode="r")
+    if cell.verb == "ld":
+        starts, indices, r = (np.asarray(stored[name]) for name in ("indptr", "indices", "data"))
+        return _dense(SimpleNamespace(indptr=starts, indices=indices, r=r))
+    return np.asarray(stored if isinstance(stored, zarr.Array) else stored[ARRAYS[cell.verb]])

@@ -35,6 +35,7 @@ from oocgemm.service.backfill import Waiting
 from oocgemm.service.http.security import COOKIE, SESSION_SECONDS, Identity, Scope
 from oocgemm.service.http.service import Service, Shared, User
 from oocgemm.service.http.views import (
+    AnyJob,
     BatchBody,
     BatchView,
     ChangeBody,
@@ -57,7 +58,8 @@ from oocgemm.service.http.views import (
     UserView,
     problem,
 )
-from oocgemm.service.job_planner import job_options, json_types
+from oocgemm.service.job_arguments import job_options, kind_of
+from oocgemm.service.job_spec import out_of, parameters, with_paths
 from oocgemm.service.job_store import JobRecord, NewJob
 from oocgemm.service.job_worker import LOG, TIMELINE
 from oocgemm.service.limits import resolve
@@ -195,7 +197,7 @@ def job_routes() -> APIRouter:
 
     @router.post("/jobs", status_code=202, responses={200: {"model": PlanView}})
     async def submit_job(
-        body: JobBody,
+        body: AnyJob,
         request: Request,
         response: Response,
         service: Shared,
@@ -384,8 +386,9 @@ async def _new_jobs(service: Service, bodies: list[JobBody], user: Identity) -> 
 def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:
     """Plan a job. Raises `PathError` for a path that is not allowed, and what `Planner.plan` raises."""
     roots = service.config.roots
-    paths = {name: str(resolve(roots, getattr(body, name), write=name == "c")) for name in "abc"}
-    spec: dict[str, Any] = {**paths, "options": dict(body.options)}
+    fields = {*parameters(body.verb), "verb", "options"}
+    given = body.model_dump(include=fields, exclude_unset=True) | {"verb": body.verb}
+    spec = with_paths(given, lambda name, path, write: str(resolve(roots, path, write=write)))
     try:
         found = service.planner.plan(spec, service.limits(), service.backend)
     except Exception as error:
@@ -398,8 +401,8 @@ def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:
         plan=found.summary,
         need=found.need,
         seconds=found.seconds,
-        c_path=found.spec["c"],
-        **body.model_dump(exclude={"a", "b", "c", "options"}),
+        c_path=out_of(found.spec),
+        **body.model_dump(exclude=fields),
     )
 
 
@@ -666,13 +669,13 @@ def _page_file(name: str) -> Response:
 
 
 def _form_fields() -> list[dict[str, Any]]:
-    """Return the fields of the form for options of a job, as ``fields.js`` describes them."""
+    """Return the fields of the form for options of jobs, as ``fields.js`` describes them."""
     found = []
-    for name, option in job_options().items():
+    for name, option in job_options("gemm").items():
         if option.form is None:
             continue
-        types, field = json_types(name), option.form
-        kind = field.choices or ("check" if types == (bool,) else "pair" if types == (list,) else "text")
+        value, field = kind_of("gemm", name), option.form
+        kind = field.choices or {"flag": "check", "pair": "pair"}.get(value, "text")
         shown = {"name": name, "label": field.label, "help": field.help, "kind": kind, "group": field.group}
         if kind in ("pair", "text"):
             shown["place"] = field.place or option.shown or str(option.default)

@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Match
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oocgemm.errors import InputError, OocGemmError
+from oocgemm.jobs.support import VERBS
 from oocgemm.service.http import routes
 from oocgemm.service.http.security import OPEN, RequestGuard
 from oocgemm.service.http.service import Config, Service, open_service
@@ -41,7 +42,7 @@ def create(service: Service) -> FastAPI:
     app = FastAPI(
         title="oocgemm",
         version=__version__,
-        description="A queue of matrix products in front of the GPUs of one machine.",
+        description="A queue of matrix products, and of more, in front of the GPUs of one machine.",
         responses=_ERRORS,
         docs_url=None,  # these pages load scripts from another origin
         redoc_url=None,
@@ -71,7 +72,7 @@ def _answer_errors(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
+        found = [f"{'.'.join(_places(each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
         return problem("invalid-request", "; ".join(found).encode(errors="replace").decode())
 
     async def http(request: Request, error: Exception) -> Response:
@@ -89,6 +90,13 @@ def _answer_errors(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _places(found: Sequence[str | int]) -> Iterator[str]:
+    """Yield where in a request an error is, without the verbs, which tell what the request is checked by."""
+    for at, place in enumerate(found):
+        if not (place in VERBS and (at == 1 or isinstance(found[at - 1], int))):
+            yield str(place)
 
 
 def _methods(routes: Sequence[BaseRoute], request: Request) -> list[str]:

@@ -32,6 +32,7 @@ from oocgemm.service.dispatcher import KEEP, Dispatcher
 from oocgemm.service.http.security import Identity, LoginCode, Tokens
 from oocgemm.service.http.views import ActivityView, JobView, ProgressView, QueueView
 from oocgemm.service.job_planner import Planner
+from oocgemm.service.job_spec import parameters, with_paths
 from oocgemm.service.job_store import JobRecord
 from oocgemm.service.job_worker import LIVE, TILES, read_json
 from oocgemm.service.limits import (
@@ -302,18 +303,20 @@ class Service:
         self.feed.wake()
 
     def view(self, job: JobRecord, needs: Sequence[str] = ()) -> JobView:
-        spec = job.spec
+        spec, verb = job.spec, job.spec.get("verb", "gemm")
         starts = self.dispatcher.starts if job.state is State.QUEUED else {}
         stored: dict[str, Any] = {
             name: getattr(job, name) for name in JobView.model_fields if hasattr(job, name)
         }
-        paths: dict[str, Any] = {name: display(self.config.roots, spec[name]) for name in "abc"}
+        shown: dict[str, Any] = with_paths(spec, lambda name, path, write: display(self.config.roots, path))
+        operands: dict[str, Any] = {name: shown.get(name) for name in parameters(verb)}
         stored["error"] = None if job.error is None else self.shown(job.error)
         stored["warnings"] = [self.shown(each) for each in job.warnings]
         return JobView(
             **stored,
-            **paths,
-            options={name: value for name, value in spec["options"].items() if name != "backend"},
+            **operands,
+            verb=verb,
+            options={name: value for name, value in shown["options"].items() if name != "backend"},
             **job.need.in_bytes(),
             predicted_start=starts.get(job.id),
             needs=list(needs),
@@ -345,12 +348,14 @@ class Service:
         )
 
     def progress(self, job: JobRecord) -> ProgressView | None:
-        """Return how many tiles of C have been written; None before the first attempt."""
+        """Return how many tiles of all passes have been finished; None before the first attempt."""
         if not job.attempt:
             return None
         rows, columns = job.plan["tiles"]
-        done = rows * columns if job.state is State.SUCCEEDED else len(self.tiles(job))
-        return ProgressView(done=done, total=rows * columns)
+        total = job.plan.get("work", rows * columns)
+        # There may be fewer passes than planned.
+        done = total if job.state is State.SUCCEEDED else min(total, len(self._noted(job)))
+        return ProgressView(done=done, total=total)
 
     def activity(self, job: JobRecord) -> ActivityView | None:
         """Return what a running job has done in the last seconds; None if that is unknown."""
@@ -360,10 +365,17 @@ class Service:
         return None if found is None else ActivityView.model_validate(found)
 
     def tiles(self, job: JobRecord) -> frozenset[tuple[int, int]]:
-        """Return row and column of the tiles of C that have been written."""
+        """Return row and column of the tiles that have been finished in the last pass that has begun."""
         rows, columns = job.plan["tiles"]
         if job.state is State.SUCCEEDED:
             return frozenset((row, column) for row in range(rows) for column in range(columns))
+        noted = self._noted(job)
+        last = max((number for number, _, _ in noted), default=0)
+        found = ((row, column) for number, row, column in noted if number == last)
+        return frozenset((row, column) for row, column in found if row < rows and column < columns)
+
+    def _noted(self, job: JobRecord) -> frozenset[tuple[int, ...]]:
+        """Return pass, row and column of the tiles that have been finished."""
         path = self.dispatcher.folder_of(job.id) / TILES
         try:
             size = path.stat().st_size
@@ -405,10 +417,10 @@ class Service:
 
 
 @lru_cache(maxsize=256)
-def _noted(path: Path, size: int) -> frozenset[tuple[int, int]]:
+def _noted(path: Path, size: int) -> frozenset[tuple[int, ...]]:
     """Return the tiles in the first `size` bytes of a file of finished tiles."""
     lines = path.read_bytes()[:size].split(b"\n")[:-1]
-    return frozenset((int(row), int(column)) for _, row, column in map(bytes.split, lines))
+    return frozenset(tuple(map(int, line.split()[-3:])) for line in lines)
 
 
 def _current(config: Config, fixed: Limits) -> Limits:

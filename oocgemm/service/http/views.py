@@ -2,14 +2,25 @@
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    Tag,
+    create_model,
+)
 from typing_extensions import TypedDict
 
 from oocgemm.errors import BackendError, BudgetError, InputError
-from oocgemm.service.job_planner import job_options, json_types
+from oocgemm.jobs.support import ARRAY, COUNT, NUMBERS, OPERAND, OPTIONAL, OUT, REDUCTION, VERBS
+from oocgemm.service.job_arguments import job_options, kind_of, takes_none
+from oocgemm.service.job_spec import parameters
 from oocgemm.service.limits import PathError
 from oocgemm.service.protocol import (
     PROBLEMS,
@@ -47,33 +58,41 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-# The JSON of options, by the types of their values.
-_VALUES: Mapping[tuple[type, ...], Any] = {
-    (bool,): Flag,
-    (int, float, str): Number,
-    (int, str): Size,
-    (list,): Annotated[list[Extent], Field(min_length=2, max_length=2)],
-    (str,): Word,
+# A path, or what `as_matrix` or `concat` makes (`job_arguments`).
+Made = Annotated[dict[str, Any], Field(max_length=1)]
+Finite = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
+# The JSON of options, by the kind of their values.
+_VALUES: Mapping[str, Any] = {
+    "flag": Flag,
+    "pair": Annotated[list[Extent], Field(min_length=2, max_length=2)],
+    "scalar": Number,
+    "number": Number,
+    "count": Finite,
+    "size": Size,
+    "word": Word,
+    "transform": Made,
+    "steps": Annotated[list[Made], Field(max_length=16)],
 }
-
-if TYPE_CHECKING:
-    OptionsBody = dict[str, Any]
-else:
-    values = {name: _VALUES[json_types(name)] for name in job_options()}
-    OptionsBody = TypedDict("OptionsBody", values, total=False)
-    OptionsBody.__doc__ = (
-        "Options of a product, as `oocgemm.gemm` takes them. Those that are left out have its defaults."
-    )
-    OptionsBody.__pydantic_config__ = ConfigDict(extra="forbid")
+# The JSON of a verb's parameters, by what they take.
+_PARAMETERS: Mapping[str, Any] = {
+    OPERAND: Operand | Made,
+    OPTIONAL: Operand | Made | None,
+    ARRAY: Operand,
+    COUNT: Finite,
+    NUMBERS: FiniteFloat | Annotated[list[FiniteFloat], Field(min_length=1, max_length=1000)],
+    REDUCTION: Made,
+    OUT: Operand,
+}
 
 
 class JobBody(_Request):
-    """A job to submit. Paths are ROOT:PATH. Times are in seconds since 1970."""
+    """A job to submit: a verb, its operands, and the place of its result. Times are in seconds since 1970.
 
-    a: Operand
-    b: Operand
-    c: Operand
-    options: OptionsBody = {}
+    Paths are ROOT:PATH.
+    """
+
+    verb: str = "gemm"
+    options: dict[str, Any] = {}
     name: Annotated[str, StringConstraints(max_length=256)] = ""
     priority: Priority = 0
     max_attempts: Attempts = 3
@@ -82,10 +101,50 @@ class JobBody(_Request):
     held: Flag = False
 
 
+def _options_body(verb: str) -> type[BaseModel]:
+    """Return the JSON of the options of a verb."""
+    fields: dict[str, Any] = {}
+    for name in job_options(verb):
+        value = _VALUES[kind_of(verb, name)]
+        fields[name] = (value | None if takes_none(verb, name) else value, None)
+    made = create_model(f"{_title(verb)}Options", __base__=_Request, **fields)
+    made.__doc__ = f"Options of `oocgemm.{verb}`. Those that are left out have its defaults."
+    return made
+
+
+def _job_body(verb: str) -> type[BaseModel]:
+    """Return the JSON of a job of a verb."""
+    own = {
+        name: (_PARAMETERS[kind], None if kind == OPTIONAL else ...)
+        for name, kind in parameters(verb).items()
+    }
+    fields: dict[str, Any] = {"verb": (Literal[verb], "gemm" if verb == "gemm" else ...), **own}
+    fields["options"] = (_options_body(verb), {})
+    made = create_model(f"{_title(verb)}Job", __base__=JobBody, **fields)
+    made.__doc__ = f"A job of `oocgemm.{verb}`."
+    return made
+
+
+def _title(verb: str) -> str:
+    return verb.title().replace("_", "")
+
+
+def _verb_of(body: Any) -> str:
+    found = body.get("verb", "gemm") if isinstance(body, dict) else getattr(body, "verb", None)
+    return found if isinstance(found, str) else ""
+
+
+if TYPE_CHECKING:
+    AnyJob = JobBody
+else:
+    _BODIES = [Annotated[_job_body(verb), Tag(verb)] for verb in VERBS]
+    AnyJob = Annotated[Union[tuple(_BODIES)], Discriminator(_verb_of)]  # noqa: UP007
+
+
 class BatchBody(_Request):
     """Jobs to submit, all or none. A job may need an earlier one of the batch by ``#0``, ``#1`` and so on."""
 
-    jobs: Annotated[list[JobBody], Field(min_length=1, max_length=1000)]
+    jobs: Annotated[list[AnyJob], Field(min_length=1, max_length=1000)]
 
 
 class ChangeBody(TypedDict, total=False):
@@ -111,7 +170,7 @@ class LoginBody(_Request):
 
 
 class ProgressView(BaseModel):
-    """How many tiles of C have been written, and how many there are. `done` never falls."""
+    """How many tiles of all passes have been finished, and how many there are. `done` never falls."""
 
     done: int
     total: int
@@ -142,18 +201,19 @@ class PlanView(BaseModel):
 class JobView(PlanView):
     """A job. Paths are ROOT:PATH, sizes are in bytes, times are in seconds since 1970.
 
-    `warnings` say what in the data changes what the result means.
+    It has its operands and the place of its result, as the request had them. `warnings` say what in the data
+    changes what the result means.
     """
 
+    model_config = ConfigDict(extra="allow")
+
+    verb: str
     id: str
     owner: str
     name: str
     state: State
     reason: str | None
     priority: int
-    a: str
-    b: str
-    c: str
     options: dict[str, Any]
     device: int | None
     attempt: int
@@ -201,7 +261,7 @@ class BatchView(BaseModel):
 
 
 class TilesView(BaseModel):
-    """The grid of C's tiles, and the row and column of those that have been written."""
+    """The grid of C's tiles, and the row and column of those that have been finished in the present pass."""
 
     rows: int
     columns: int

@@ -8,7 +8,7 @@ import { bar, chip, facts, lanes, nothing, problemBox } from "./parts.js";
 import { report } from "./report.js";
 import { tiles } from "./tiles.js";
 import {
-  ACTIONS, FINAL, STATES, ago, dtypes, duration, extents, left, percent, rate, reason, shape, size, soon, spaced,
+  ACTIONS, FINAL, STATES, ago, dtypes, duration, extents, left, operandsOf, percent, rate, reason, shape, size, soon, spaced,
   time, title,
 } from "./words.js";
 
@@ -220,7 +220,8 @@ const figuresOf = (job, done, total) => {
 
 const planOf = (job) => [
   ["product", `${shape(job.plan)}, ${dtypes(job.plan)}`],
-  ["A", job.a], ["B", job.b], ["C", job.c],
+  ...operandsOf(job).map(([name, value]) => [name.toUpperCase(), typeof value === "string" ? value : JSON.stringify(value)]),
+  ["result", job.c ?? job.out],
   ["tile", `${extents(job.plan.tile[0], job.plan.tile[1])}, panels ${spaced(job.plan.tile[2])} deep`],
   ["grid", `${extents(...job.plan.tiles)} tiles`],
   ...Object.entries(job.options).filter(([option]) => option !== "tile").map(optionOf),

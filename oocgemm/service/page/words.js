@@ -29,8 +29,12 @@ export const ACTIONS = {
   hold: "Hold", release: "Release", pause: "Pause", resume: "Resume", retry: "Retry", cancel: "Cancel",
 };
 
-export const title = (job) => job.name || `${last(job.c)} = ${last(job.a)} × ${last(job.b)}`;
-const last = (path) => path.split(/[:/]/).at(-1);
+export const title = (job) => job.name || (job.verb === "gemm" ? `${last(job.c)} = ${last(job.a)} × ${last(job.b)}`
+  : `${last(job.out)} = ${job.verb}(${operandsOf(job).map(([, value]) => last(value)).join(", ")})`);
+const last = (value) => (typeof value === "string" ? value.split(/[:/]/).at(-1) : Object.keys(value)[0]);
+// Returns the operands of a job with their names.
+export const operandsOf = (job) => ["a", "e", "x", "v", "b", "y"].filter((name) => job[name])
+  .map((name) => [name, job[name]]);
 export const count = (number, one, many = `${one}s`) => `${spaced(number)} ${number === 1 ? one : many}`;
 // All numbers have thin spaces between thousands, as in the report.
 export const spaced = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
