@@ -226,7 +226,8 @@ def test_the_host_finds_what_does_not_fit_on_a_device(short: str) -> None:
     with fake_cuda(0), patch.multiple(statistics, MIN_SWEPT=1, SWEPT_BLOCK=3000):
         from oocgemm.backends.cuda import expander as sweep
 
-        limit: dict[str, Any] = {"MAX_PARTS": 0} if short == "MAX_PARTS" else {"SLOTS": 1 << 40}
+        slots = dict.fromkeys(("MIN_SLOTS", "MAX_SLOTS"), 1 << 40)
+        limit: dict[str, Any] = {"MAX_PARTS": 0} if short == "MAX_PARTS" else slots
         with patch.multiple(sweep, take_ring=forbidden, **limit):
             found = oocgemm.cov(x, axis=1, backend="cuda", kernel="cublas")
     np.testing.assert_allclose(found.out, right, rtol=1e-5, atol=1e-5)

@@ -248,8 +248,9 @@ class Expander:
         return self._kernels.plain("expand", "expand", options)
 
 
-# Blocks that are on the device at the same time, and those that are being copied to it.
-SLOTS, COPYING = 4, 3
+# Numbers of blocks that are on the device at the same time: at least, and at most. All but one of them may be
+# copied at the same time. The threads of the ring need about 100 MiB for the full rate of the link.
+MIN_SLOTS, MAX_SLOTS = 4, 10
 # CUDA's limit of thread blocks along y: a tall block of few columns may have more parts.
 MAX_PARTS = 65535
 _ALIGNMENT = 512
@@ -260,7 +261,7 @@ def moments(device: int, given: Swept, axis: int, host: int, budget: int) -> Arr
 
     Return None if the pass takes more than `host` bytes of host memory, or `budget` bytes of device memory.
     """
-    room = Room(given, axis)
+    room = Room(given, axis, budget)
     if room.end > budget or room.parts > MAX_PARTS:
         return None
     with cupy.cuda.Device(device), suppress(OutOfMemoryError), ExitStack() as owned:
@@ -280,9 +281,12 @@ def moments(device: int, given: Swept, axis: int, host: int, budget: int) -> Arr
 
 
 class Room:
-    """The layout of device memory: byte offsets of parts, numbers of steps and slots. The result is at 0."""
+    """The layout of device memory: byte offsets of parts, numbers of steps and slots. The result is at 0.
 
-    def __init__(self, given: Swept, axis: int) -> None:
+    There are as many slots as fit into the budget.
+    """
+
+    def __init__(self, given: Swept, axis: int, budget: int) -> None:
         self.lines = given.shape[1 - axis]
         extents = [(length(rows), length(cols)) for rows, cols in given.cuts]
         parts = [parts_of(rows, cols, axis) for rows, cols in extents]
@@ -295,7 +299,8 @@ class Room:
         self.numbers = self.parts_at + round_up(8 * MOMENTS * self.stride, _ALIGNMENT)
         held = sum(len(numbers) for numbers in given.numbers if numbers is not None)
         self.slots = self.numbers + round_up(8 * held, _ALIGNMENT)
-        self.end = self.slots + SLOTS * self.slot
+        self.count = min(MAX_SLOTS, max(MIN_SLOTS, (budget - self.slots) // max(1, self.slot)))
+        self.end = self.slots + self.count * self.slot
 
 
 class Sweep:
@@ -311,12 +316,13 @@ class Sweep:
         """Upload each block, launch its kernels, and return `MOMENTS` numbers of each line."""
         size = 8 * MOMENTS * self._room.lines
         cuda_calls.make(cuda_calls.fill(self._address, size, self._stream))
-        copying, free = deque[tuple[Any, int, Callable[[], Any]]](), list[Any]([None] * SLOTS)
+        count = self._room.count
+        copying, free = deque[tuple[Any, int, Callable[[], Any]]](), list[Any]([None] * count)
         try:
             for number, cut in enumerate(self._given.cuts):
-                if len(copying) == COPYING:
+                if len(copying) == count - 1:
                     self._take(*copying.popleft(), free)
-                slot = number % SLOTS
+                slot = number % count
                 waits = list(filter(None, [free[slot]]))
                 upload = self._ring.upload(self._at(slot), self._given.block(*cut), waits)
                 copying.append((cut, slot, upload))
