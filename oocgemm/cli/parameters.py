@@ -47,7 +47,7 @@ class Changes(click.ParamType[Transform]):
                 self.fail(
                     f"{part!r} is not part of a transform: write missing=CODE, "
                     "impute=mean|NUMBER|FILE|raise, target_sum=NUMBER, log1p, center=k|FILE, "
-                    "scale=k|hwe|FILE or cast=DTYPE, separated by commas",
+                    "scale=k|hwe|FILE, clip=LOW:HIGH or cast=DTYPE, separated by commas",
                     param,
                     ctx,
                 )
@@ -59,6 +59,8 @@ class Changes(click.ParamType[Transform]):
     def _value(self, name: str, text: str, param: Any, ctx: Any) -> Any:
         if name == "log1p":
             return True
+        if name == "clip":
+            return tuple(text.split(":"))
         if name in ("missing", "target_sum") or (name == "impute" and text not in ("mean", "raise")):
             try:
                 return float(text)
@@ -248,6 +250,8 @@ def _type(found: Option, types: frozenset[Any]) -> Any:
         return click.Choice(found.choices)
     if types == {int}:
         return int if found.least is found.most is None else click.IntRange(found.least, found.most)
+    if types == {float, str}:  # a number or a word: the library tells which
+        return str
     known = {float: float, complex: Scalar(), Transform: Changes(), tuple[int, int]: CHUNKS}
     known |= {os.PathLike[str]: click.Path(dir_okay=False)}
     return next((kind for each, kind in known.items() if each in types), str)

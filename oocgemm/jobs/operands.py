@@ -26,11 +26,13 @@ from oocgemm.jobs.transforming import (
     by_rows,
     completed,
     deferred_steps,
+    filled_lines,
     memory_of,
     opened,
     readable,
     standardized,
     transformed,
+    with_missing,
 )
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, emulation
 from oocgemm.planning.cover import Halved, Triangle, cover_of
@@ -413,7 +415,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     Raises `InputError` also for scalars with which C would not be Hermitian.
     """
     x, trans = _rows(opened("X", request), request.a.rows), op_of("trans_a", request.a.op)
-    change = request.a.transform
+    change = _of_rows(with_missing(x, request.a), request.a.rows)
     if request.a.standardize:
         x, change = _standardized(x, request.a, trans, left=True), None
     if request.a.known is not None:
@@ -460,13 +462,13 @@ def _multiplied(x: Matrix, source: Source, *, left: bool) -> tuple[Matrix, Op]:
     whole = (
         x if left == op.swaps and kept is not x else None
     )  # columns that are left out count in sums of rows
-    change = _of_kept(source, int(left == op.swaps))
+    change = _of_kept(x, source, int(left == op.swaps))
     return by_rows(kept, change, op, left=left and not source.of_lines, whole=whole)
 
 
-def _of_kept(source: Source, axis: int) -> Transform | None:
+def _of_kept(x: Matrix, source: Source, axis: int) -> Transform | None:
     """Return the transform of an operand, with the factors of the rows that are kept (`axis` 0)."""
-    change = source.transform
+    change = with_missing(x, source)
     if change is None or source.kept is None or axis or not isinstance(change.target_sum, np.ndarray):
         return change
     return replace(change, target_sum=change.target_sum[source.kept])
@@ -477,12 +479,17 @@ def _kept(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
     return x if source.kept is None else KeptMatrix(x, int(left == op.swaps), source.kept)
 
 
-def _standardized(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
-    """Return an operand with the rows of op(A), or the columns of op(B), transformed and standardized."""
+def of_lines(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
+    """Return an operand before its lines, the rows of op(A) or the columns of op(B), are standardized."""
     axis, kept = int(left == op.swaps), _kept(x, source, op, left=left)
     whole = x if axis else kept  # rows that are left out need no sums
-    change = transformed(kept, _of_kept(source, axis), op, left=left, whole=whole)
-    return standardized(change, source.standardize, axis)
+    found, change = filled_lines(kept, source, _of_kept(x, source, axis), op, left=left, whole=whole)
+    return transformed(found, change, op, left=left, whole=whole)
+
+
+def _standardized(x: Matrix, source: Source, op: Op, *, left: bool) -> Matrix:
+    """Return an operand with the rows of op(A), or the columns of op(B), transformed and standardized."""
+    return standardized(of_lines(x, source, op, left=left), source.standardize, int(left == op.swaps))
 
 
 def _open_selection(
@@ -559,6 +566,13 @@ def _wide(problem: GemmProblem) -> GemmProblem:
     return replace(problem, sink=replace(problem.sink, dtype=problem.acc_dtype))
 
 
+def _of_rows(change: Transform | None, rows: Range | None) -> Transform | None:
+    """Return the transform of some rows of X: with their factors, if it has a factor for each row."""
+    if rows is None or change is None or not isinstance(change.target_sum, np.ndarray):
+        return change
+    return replace(change, target_sum=change.target_sum[slice(*rows)])
+
+
 def _rows(x: Matrix, rows: Range | None) -> Matrix:
     """Return the matrix of these rows of X, or X if `rows` is None."""
     if rows is None:
@@ -571,7 +585,7 @@ def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmPro
     """Return X, opened, the matrix that is added to X Q, and the description of ``X^T (X Q + 1 row)``."""
     x = _rows(stores.open_matrix("X", request.a.given, decode=request.decode), request.a.rows)
     count = x.shape[0]
-    x, trans = by_rows(x, request.a.transform, Op.T, left=not request.a.of_lines)
+    x, trans = by_rows(x, _of_rows(request.a.transform, request.a.rows), Op.T, left=not request.a.of_lines)
     added = ConstantRows("the row", chain.row.astype(x.dtype), count, chain.resident_bytes)
     problem = problem_of(x, added, 1, 0, trans, Op.N)
     b = Updated(problem.b.dtype, problem.b.op, columns=chain.columns)

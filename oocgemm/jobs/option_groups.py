@@ -172,7 +172,7 @@ def _changes(operand: str) -> Option:
         "are per index along k.",
         "If the operand is cast to float16 or bfloat16, C is float32 by default.",
         syntax="Values are separated by commas: missing=CODE, impute=mean|NUMBER|FILE|raise, "
-        "target_sum=NUMBER, log1p, center=k|FILE, scale=k|hwe|FILE, cast=DTYPE, such as "
+        "target_sum=NUMBER, log1p, center=k|FILE, scale=k|hwe|FILE, clip=LOW:HIGH, cast=DTYPE, such as "
         "missing=-1,center=k,scale=k,cast=float16. FILE is a .npy file with one number for each index.",
         metavar="CHANGES",
     )
@@ -185,6 +185,33 @@ class PairTransformOptions(TypedDict, total=False):
 
 class TransformOptions(TypedDict, total=False):
     transform: Annotated[Transform | None, _changes("X")]
+
+
+class MissingOptions(TypedDict, total=False):
+    missing: Annotated[
+        float | None,
+        Option(
+            "Code of missing elements, such as -9 or nan.",
+            "{impute} says what replaces them. They may also be given in a transform.",
+            shown="with {impute}, what the operand declares (_FillValue, missing_value, -1 in a .bed "
+            "file), else nan",
+            metavar="CODE",
+            service=False,
+        ),
+    ]
+    impute: Annotated[
+        float | str | None,
+        Option(
+            "What replaces missing elements: mean, a number, or raise to refuse them. mean is that of the "
+            "other elements of the variable.",
+            "Variables are the rows or columns whose coefficients are computed (`corr`, `cov`, "
+            "`ld_scores`), and elsewhere the columns of the rows that are compared. For a .bed file, they "
+            "are the variants. With a transform, the mean is that after `log1p`.",
+            shown="mean if {missing} is given",
+            metavar="mean|NUMBER|raise",
+            service=False,
+        ),
+    ]
 
 
 class StepOptions(TypedDict, total=False):
@@ -511,11 +538,11 @@ class DenseOptions(SelectionOptions, _Storage, _Durability, total=False):
     """Options of `oocgemm.grm`. `oocgemm.gemm` describes each."""
 
 
-class CorrelationOptions(TransformOptions, DenseOptions, total=False):
+class CorrelationOptions(TransformOptions, MissingOptions, DenseOptions, total=False):
     """Options of `oocgemm.corr` and `cov`. `oocgemm.gemm` describes each."""
 
 
-class SimilarityOptions(TransformOptions, SelectionOptions, total=False):
+class SimilarityOptions(TransformOptions, MissingOptions, SelectionOptions, total=False):
     """Options of `oocgemm.similarity` and `ld_scores`. `oocgemm.gemm` describes each."""
 
 
@@ -523,5 +550,5 @@ class PairOptions(PairTransformOptions, SelectionOptions, total=False):
     """Options of `oocgemm.reduce` and `kernel_matmul`. `oocgemm.gemm` describes each."""
 
 
-class PcaOptions(_Engine, _Memory, _Access, _Devices, _Device, _Watch, total=False):
+class PcaOptions(MissingOptions, _Engine, _Memory, _Access, _Devices, _Device, _Watch, total=False):
     """Options of `oocgemm.pca`. `oocgemm.gemm` describes each."""

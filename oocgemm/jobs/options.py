@@ -37,7 +37,6 @@ from oocgemm.jobs.option_groups import (
     PathLike,
     PcaOptions,
     PlanOptions,
-    SelectionOptions,
     SimilarityOptions,
     StepOptions,
     TransformOptions,
@@ -559,7 +558,7 @@ VERBS: Mapping[str, type] = {
     verb: globals()[verb.title().replace("_", "") + "Arguments"] for verb in support.VERBS
 }
 PLAN_OPTIONS, OPTIONS = (frozenset(each.__annotations__) for each in (PlanOptions, Options))
-SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__) | {"transform"}
+SELECTION_OPTIONS = frozenset(SimilarityOptions.__annotations__)
 
 
 def _annotations(verb: str | type) -> dict[str, Any]:

@@ -46,11 +46,20 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.prepare import sweep_of
-from oocgemm.jobs.request import Chain, Destination, Gram, Request, Source, parse
+from oocgemm.jobs.request import Chain, Destination, Gram, Missing, Request, Source, parse
 from oocgemm.jobs.row_slices import RowSlices
 from oocgemm.jobs.run import Plan
 from oocgemm.jobs.stats import Sweep, stats_of
-from oocgemm.jobs.transforming import check_known, gaps, how_to_replace, memory_of, readable, transformed
+from oocgemm.jobs.transforming import (
+    check_known,
+    gaps,
+    how_to_replace,
+    memory_of,
+    normalized,
+    readable,
+    transformed,
+    with_missing,
+)
 from oocgemm.planning import Op
 from oocgemm.planning.tiling import round_up
 from oocgemm.stores import Array, Genotypes, Matrix
@@ -307,8 +316,13 @@ class PcaPasses(RowSlices):
         Q has the width `columns`, unless X has fewer rows or columns. The `options` are those of `gemm`.
         `center` tells whether the transform centers columns by their means, unless it has other centers.
         """
-        super().__init__("X", x, options)
+        given = {name: options[name] for name in options if name not in ("missing", "impute")}
+        super().__init__("X", x, given)
+        missing = Missing.of(options.get("missing"), options.get("impute"))
+        transform = with_missing(self.matrix, Source(x, transform=transform, missing=missing))
         self.transform = _centered(transform or Transform(), center=center)
+        # Whether the means of all elements are subtracted, also of those that replace missing ones.
+        self._moves = center and (transform is None or transform.center is None)
         # Missing genotypes of a .bed file are replaced, if it has any.
         self._imputes = (
             self._decodes and isinstance(self.matrix, Genotypes) and self.transform.missing is None
@@ -317,7 +331,6 @@ class PcaPasses(RowSlices):
             self.transform = replace(self.transform, missing=MISSING)
         self.dtype = _multiplied(self.matrix, self.transform)
         kinds = {step.kind for step in self.transform.steps(None, "cols")}
-        kinds |= {"target_sum"} if self.transform.target_sum is not None else set()
         if not kinds <= _FOLDED:
             raise InputError(
                 f"the transform has {', '.join(kinds - _FOLDED)}, and principal components are computed of X "
@@ -330,6 +343,7 @@ class PcaPasses(RowSlices):
         self.scale = np.ones(cols)
         self._means = isinstance(self.transform.center, str)  # whether means are subtracted
         self._fill: Array | None = None  # what missing elements become
+        self._counted = self.matrix  # X with normalized rows, of which statistics are
         self._memory = 0  # bytes that a pass over X for statistics may take
         self._given: dict[str, Any] = {}  # budgets of the Gram matrix, if they are not those of all passes
 
@@ -385,6 +399,12 @@ class PcaPasses(RowSlices):
             self.transform = replace(self.transform, missing=None)
         elif self._decodes:
             check_known("X", self._x, self.transform, lambda: memory, how_to_replace())
+        if self.transform.target_sum is not None:
+            only = Transform(missing=self.transform.missing, target_sum=self.transform.target_sum)
+            self._counted = readable(normalized(self.matrix, only, 0), memory, self._sweep())
+            rows = chain_of(self._counted)
+            assert rows is not None
+            self.transform = replace(self.transform, target_sum=rows.number("normalize"))
         whole, cols = self.transform, self.matrix.shape[1]
         center = np.zeros(cols) if whole.center is None else None
         folded = whole.missing is None
@@ -396,10 +416,18 @@ class PcaPasses(RowSlices):
             center = np.zeros(cols) if center is None else center
             self.scale = np.ones(cols) if inverse is None else 1 / inverse
             self._fill = None if folded else chain.number("impute")
+            if self._fill is not None and self._moves and not whole.imputes_mean:
+                center = self._mean(center, self._fill)
         if centered and center is None:
-            center = stats_of(self.matrix, 0, whole, memory, extremes=False, sweep=self._sweep()).mean
+            center = stats_of(self._counted, 0, whole, memory, extremes=False, sweep=self._sweep()).mean
             self._check(center[:, None])
         return PcaState(start(cols, self.columns, seed), center, folded and not centered)
+
+    def _mean(self, known: Array, fill: Array) -> Array:
+        """Return the means of columns, given those of their known elements, and what replaces the others."""
+        found = stats_of(self._counted, 0, self.transform, self._memory, extremes=False, sweep=self._sweep())
+        share = found.missing / np.maximum(1, found.count + found.missing)
+        return np.asarray(known + (fill - known) * share)
 
     def _sweep(self) -> Sweep | None:
         """Return a function that makes a pass for statistics on the device; None if the host makes it."""
@@ -421,7 +449,7 @@ class PcaPasses(RowSlices):
                 state = replace(state, center=center, exponent=exponent)
                 gram, passes = self.sum(self._gram_request(state))[0], passes + 1
             elif not np.isfinite(largest):
-                self._check(stats_of(self.matrix, 0, self.transform, self._memory).mean[:, None])
+                self._check(stats_of(self._counted, 0, self.transform, self._memory).mean[:, None])
         return replace(state, subspace=replace(state.subspace, passes=passes)), gram
 
     def _gram_request(self, state: PcaState | None) -> Request:
@@ -516,7 +544,7 @@ class PcaPasses(RowSlices):
 
         The exponent is 0 if all elements are 0, or if some are not finite. A pass over X finds the extremes.
         """
-        found = stats_of(self.matrix, 0, self.transform, self._memory)
+        found = stats_of(self._counted, 0, self.transform, self._memory)
         center = found.mean if state.center is None else state.center
         with np.errstate(all="ignore"):
             largest = np.maximum(abs(found.max - center), abs(found.min - center)) / self.scale
@@ -557,8 +585,9 @@ class PcaPasses(RowSlices):
             }
         if whole.missing is not None:
             numbers |= {"missing": whole.missing, "impute": self._fill}
-        each = Transform(log1p=whole.log1p, cast=dtype.name, **numbers)
-        return each if whole.log1p or numbers or self.matrix.dtype != dtype else None
+        each = Transform(log1p=whole.log1p, target_sum=whole.target_sum, cast=dtype.name, **numbers)
+        changed = whole.log1p or whole.target_sum is not None or numbers
+        return each if changed or self.matrix.dtype != dtype else None
 
     def _request(self, state: PcaState, row: Array, factor: Array | None) -> Request:
         x = Source(stores.located("X", self._x), transform=self._each(state), of_lines=True)
@@ -573,10 +602,7 @@ class PcaPasses(RowSlices):
         if (wrong := np.flatnonzero(~np.isfinite(product[:, -1]))).size:
             hint = ""
             if self._fill is None and np.isnan(product[wrong[0], -1]):
-                hint = (
-                    ": if NaN stands for missing elements, pass transform=oocgemm.Transform("
-                    "missing=float('nan')) (--transform missing=nan)"
-                )
+                hint = ": if NaN stands for missing elements, pass missing=float('nan') (--missing nan)"
             raise InputError(
                 f"column {wrong[0]} of X has elements that are NaN or Inf (one of {wrong.size} such "
                 f"columns){hint}"

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from enum import StrEnum
-from math import isqrt, prod, sqrt
+from math import isqrt, nan, prod, sqrt
 from typing import Any, ClassVar, Literal
 
 from oocgemm import stores
@@ -335,6 +335,30 @@ class Gram(Into):
 
 
 @dataclass(frozen=True)
+class Missing:
+    """The options `missing` and `impute`: which elements are missing, and what replaces them.
+
+    `code` is None for the code that the operand declares, and `impute` for means.
+    """
+
+    code: float | None
+    impute: float | str | None
+
+    @classmethod
+    def of(cls, code: float | None, impute: float | str | None) -> "Missing | None":
+        """Return what the options say; None if neither is given. Raises `InputError` for other values."""
+        if code is impute is None:
+            return None
+        if isinstance(impute, str) and impute not in ("mean", "raise"):
+            try:
+                impute = float(impute)  # of the command line
+            except ValueError:
+                raise InputError(f"impute = {impute!r}: pass 'mean', a number or 'raise'") from None
+        found = Transform(missing=nan if code is None else code, impute="mean" if impute is None else impute)
+        return cls(None if code is None else found.missing, None if impute is None else found.impute)
+
+
+@dataclass(frozen=True)
 class Source:
     """An operand of a call.
 
@@ -346,6 +370,7 @@ class Source:
     - `rows`: the rows of the stored matrix that are multiplied, which begin at a border of chunks; None for
       all. Only for X of a `Chain` or a `Gram`.
     - `impute`: whether missing genotypes in a .bed file are replaced by means.
+    - `missing`: what replaces missing elements; None if `transform` alone says it.
     - `standardize`: how rows of op(A) are standardized: "center" or "scale", or "shift" to subtract the means
       of what is known, while missing elements become NaN; "" if they are not.
     - `constant`: if rows are scaled, what happens to rows of equal elements.
@@ -359,6 +384,7 @@ class Source:
     of_lines: bool = False
     rows: Range | None = None
     impute: bool = False
+    missing: Missing | None = None
     standardize: str = ""
     constant: str = "nan"
     kept: Array | None = None
@@ -488,12 +514,14 @@ class Request:
             devices = options["devices"] = numbers_of(options["devices"])
             if devices is not None and devices != "all" and len(devices) == 1 and not options.get("device"):
                 options |= {"device": devices[0], "devices": None}
+        missing = Missing.of(options.pop("missing", None), options.pop("impute", None))
         changed: dict[str, dict[str, Any]] = {}
         for name in options.keys() & PLACES.keys():
             part, field = PLACES[name]
             changed.setdefault(part, {})[field] = options.pop(name)
         parts = {part: replace(getattr(self, part), **values) for part, values in changed.items()}
-        return replace(self, **parts, **options)
+        found = replace(self, **parts, **options)
+        return found if missing is None else found.with_operands(missing=missing)
 
     def with_operands(self, **changes: Any) -> "Request":
         """Return the request with other fields of both operands."""

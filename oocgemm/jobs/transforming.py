@@ -15,19 +15,21 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import PanelNumbers
 from oocgemm.errors import InputError, warn_of_data
-from oocgemm.jobs.request import Request, Source
+from oocgemm.jobs.request import Missing, Request, Source
 from oocgemm.jobs.stats import MIN_SQUARES, Stats, Sweep, equal_lines, factors, stats_of, undefined
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.elements import GIVEN, ElementStep
 from oocgemm.planning.problem import Operand
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Genotypes, Matrix
+from oocgemm.stores.base import View
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import AS_STORED
 from oocgemm.stores.formats import OperandFacts, python_command
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import (
     ConvertedMatrix,
+    FilledMatrix,
     ImputedMatrix,
     NormalizedMatrix,
     Numbers,
@@ -37,7 +39,7 @@ from oocgemm.stores.transformed import (
     TransformedMatrix,
     chain_of,
 )
-from oocgemm.stores.unpacked import accepting, with_left_out, with_nan
+from oocgemm.stores.unpacked import accepting, known_missing, with_left_out, with_nan
 from oocgemm.system.resources import RECENT, available_memory
 
 # The name of a line, by the axis that numbers the lines.
@@ -181,10 +183,44 @@ def opened(name: str, request: Request) -> Matrix:
 def completed(matrix: Matrix, source: Source, request: Request) -> Matrix:
     """Return an operand of a request, with missing genotypes replaced if the request asks for that."""
     if source.standardize == "shift" and request.decode:
-        return with_nan(matrix, MISSING if isinstance(matrix, Genotypes) else None)
+        code = None if source.missing is None else source.missing.code
+        return with_nan(matrix, MISSING if code is None and isinstance(matrix, Genotypes) else code)
     replaces = isinstance(source.transform, Transform) and source.transform.missing is not None
-    wanted = source.impute and request.decode and not replaces
+    by_variants = source.missing is None or means_of_variants(matrix, source.missing)
+    wanted = source.impute and request.decode and not replaces and by_variants
     return imputed(matrix, memory_of(request)) if wanted else matrix
+
+
+def means_of_variants(matrix: Matrix, missing: Missing) -> bool:
+    """Return whether an operand has genotypes, whose missing ones the means of variants replace."""
+    while isinstance(matrix, View) and not isinstance(matrix, Genotypes):
+        matrix = matrix.viewed
+    means = missing.impute in (None, "mean") and missing.code in (None, MISSING)
+    return isinstance(matrix, Genotypes) and means
+
+
+def with_missing(matrix: Matrix, source: Source) -> Transform | None:
+    """Return the transform of an operand that also replaces missing elements as the options say.
+
+    Raises `InputError` if the transform has a code of missing elements too.
+    """
+    transform, missing = source.transform, source.missing
+    if missing is None or source.standardize == "shift":
+        return transform
+    change = transform or Transform()
+    if change.missing is not None:
+        raise InputError(
+            f"the transform of {matrix.name} has missing = {change.missing}, and missing or impute is also "
+            "passed: drop one of them"
+        )
+    code = missing.code
+    if code is None:
+        code = MISSING if isinstance(matrix, Genotypes) else known_missing(matrix)[1]
+    if code is None and (matrix.dtype.kind == "f" or matrix.dtype.name == "bfloat16"):
+        code = nan
+    if code is None or means_of_variants(matrix, missing):
+        return transform
+    return replace(change, missing=code, impute="mean" if missing.impute is None else missing.impute)
 
 
 def how_to_replace(name: str = "") -> str:
@@ -239,8 +275,9 @@ def transformed(
     lines: str | None = None,
     rows: int = 0,
     whole: Matrix | None = None,
+    kind: type[TransformedMatrix] = TransformedMatrix,
 ) -> Matrix:
-    """Return an operand with its transform; without a transform, return the operand itself.
+    """Return an operand with its transform, a view of `kind`; without a transform, the operand itself.
 
     The result can be planned with, but not read before `readable` has found its numbers. `left` tells whether
     it is A, whose op() has k columns, and not B, whose op() has k rows. `lines` is what the caller calls the
@@ -251,12 +288,35 @@ def transformed(
         return matrix
     if not isinstance(transform, Transform):
         raise InputError(f"the transform of {matrix.name} is {transform!r}: pass an oocgemm.Transform")
-    k_axis, matrix = int(left != op.swaps), accepted(matrix, transform)
-    if transform.target_sum is not None:
-        summed = with_left_out(matrix if whole is None else whole, 1 - rows)
-        whole = matrix if summed is matrix else accepted(summed, transform)
-        matrix = NormalizedMatrix(matrix, transform.target_sum, rows, whole)
-    return TransformedMatrix(matrix, transform, k_axis, lines or _LINES[k_axis])
+    k_axis, matrix = int(left != op.swaps), normalized(matrix, transform, rows, whole)
+    return kind(matrix, transform, k_axis, lines or _LINES[k_axis])
+
+
+def normalized(matrix: Matrix, transform: Transform, rows: int, whole: Matrix | None = None) -> Matrix:
+    """Return an operand with rows that have the sums of a transform. Arguments are as for `transformed`."""
+    matrix = accepted(matrix, transform)
+    if transform.target_sum is None:
+        return matrix
+    summed = with_left_out(matrix if whole is None else whole, 1 - rows)
+    whole = matrix if summed is matrix else accepted(summed, transform)
+    return NormalizedMatrix(matrix, transform.target_sum, rows, whole)
+
+
+def filled_lines(
+    matrix: Matrix, source: Source, change: Transform | None, op: Op, *, left: bool, whole: Matrix
+) -> tuple[Matrix, Transform | None]:
+    """Return an operand whose lines are standardized, after all steps that are not per index along k.
+
+    These are the first steps of its transform, `change`, and the means of lines in place of missing elements.
+    Also return the rest of the transform.
+    """
+    if source.missing is None or change is None or not change.imputes_mean:
+        return matrix, change
+    rest = replace(change, missing=None, impute="mean", log1p=False, target_sum=None)
+    first = replace(change, center=None, scale=None, clip=None, cast=None)
+    kind = FilledMatrix if source.standardize == "scale" else TransformedMatrix
+    found = transformed(matrix, first, op, left=not left, whole=whole, kind=kind)
+    return found, rest if str(rest) else None
 
 
 def accepted(matrix: Matrix, transform: Transform | None) -> Matrix:
@@ -304,9 +364,17 @@ def _of_rows(matrix: NormalizedMatrix, memory: int, sweep: Sweep | None) -> tupl
         return (np.where(sums > 0, matrix.target / sums, 1.0),)
 
 
+def _of_filled(matrix: FilledMatrix, memory: int, sweep: Sweep | None) -> tuple[Numbers, ...]:
+    found = stats_of(matrix.matrix, 1 - matrix.k_axis, matrix.transform, memory, extremes=False, sweep=sweep)
+    known = found.count > 0
+    mean, variance = (np.where(known, x, 0) for x in (found.mean, found.variance))
+    return _numbers(matrix, replace(found, count=np.maximum(found.count, 1), mean=mean, variance=variance))
+
+
 # The function that finds the numbers of each kind of view.
 _NUMBERS: dict[type[SteppedMatrix], Callable[..., tuple[Numbers, ...]]] = {
     TransformedMatrix: _of_transform,
+    FilledMatrix: _of_filled,
     StandardizedMatrix: _of_lines,
     ShiftedMatrix: _of_known,
     ConvertedMatrix: lambda matrix, memory, sweep: (),

@@ -248,8 +248,8 @@ class CompleteMatrix(View):
                     code = str(value)
                     raise ExecutionError(
                         f"the element at [{rows[0] + top + i}, {cols[0] + j}] of {place_of(self)} is {code}, "
-                        "which stands for a missing element (_FillValue or missing_value): replace missing "
-                        f"elements in a copy; or, in gemm, gram and pca, by Transform(missing={code}) "
+                        "which stands for a missing element (_FillValue or missing_value): pass "
+                        f"impute='mean' (--impute mean), in gemm and gram a Transform(missing={code}) "
                         f"(--transform missing={code}); or {AS_STORED}"
                     )
 

@@ -384,6 +384,10 @@ class TransformedMatrix(SteppedMatrix):
         return str(self.transform or "no change")
 
 
+class FilledMatrix(TransformedMatrix):
+    """A transformed matrix whose missing elements become means, and 0 where all elements are missing."""
+
+
 class NormalizedMatrix(SteppedMatrix):
     """A read-only view of a matrix whose rows are multiplied by factors, so that their sums are `target`.
 

@@ -14,7 +14,7 @@ import numpy as np
 from oocgemm.planning.elements import ElementStep
 from oocgemm.stores.base import Matrix, View
 from oocgemm.stores.declared import NOTHING, CompleteMatrix, Declared, place_of, refuse_packed
-from oocgemm.stores.kept import KeptMatrix, with_all
+from oocgemm.stores.kept import KeptMatrix, kept, with_all
 from oocgemm.stores.transformed import Numbers, SteppedMatrix, representable
 
 
@@ -84,6 +84,9 @@ def known_missing(matrix: Matrix) -> tuple[Matrix, float | None]:
 
     If it has several codes, or is packed, the elements become NaN.
     """
+    if isinstance(matrix, KeptMatrix):
+        inner, code = known_missing(matrix.viewed)
+        return kept(inner, matrix.axis, matrix.kept), code
     if isinstance(matrix, UnpackedMatrix):
         return matrix.accepting(nan), nan
     if not isinstance(matrix, CompleteMatrix) or matrix.dtype.kind == "c":
@@ -108,8 +111,13 @@ def with_nan(matrix: Matrix, code: float | None) -> Matrix:
 
 def accepting(matrix: Matrix, code: float | None) -> Matrix:
     """Return a view of a matrix that accepts `code` in its elements. The caller replaces these elements."""
+    if isinstance(matrix, KeptMatrix):
+        inner = accepting(matrix.viewed, code)
+        return matrix if inner is matrix.viewed else kept(inner, matrix.axis, matrix.kept)
     if code is None or not isinstance(matrix, CompleteMatrix | UnpackedMatrix):
         return matrix
+    if isnan(code) and isinstance(matrix, CompleteMatrix) and matrix.dtype.kind == "f":
+        return known_missing(matrix)[0] if len(matrix.missing) > 1 else matrix
     return matrix.accepting(code)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.execute import check_places
-from oocgemm.jobs.operands import op_of
+from oocgemm.jobs.operands import of_lines, op_of
 from oocgemm.jobs.option_groups import CorrelationOptions, Operand, Output, SimilarityOptions
 from oocgemm.jobs.options import (
     CoefficientOptions,
@@ -19,7 +19,7 @@ from oocgemm.jobs.options import (
 from oocgemm.jobs.request import Between, Request, parse_gram
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients
-from oocgemm.jobs.transforming import memory_of, opened, readable, transformed, varying_lines
+from oocgemm.jobs.transforming import memory_of, opened, readable, varying_lines
 from oocgemm.verbs.pairwise import pairwise as in_pairs
 from oocgemm.verbs.similarity import between, check_options, selected, selection_of
 
@@ -137,7 +137,7 @@ def with_constant(request: Request, constant: str) -> Request:
     if constant == "drop":
         check_places(request, 0)  # the number of kept rows is not known yet
         op, memory = op_of("trans_a", request.a.op), memory_of(request)
-        x = readable(transformed(opened("X", request), request.a.transform, op, left=True), memory)
+        x = readable(of_lines(opened("X", request), request.a, op, left=True), memory)
         return request.with_operands(kept=varying_lines(x, int(op.swaps), memory))
     return request.with_operands(constant=constant)
 

@@ -47,8 +47,14 @@ def moments(code: float, *, squares: bool) -> Terms:
 def pairwise(request: Request, kind: str, ddof: float = 0.0) -> Request:
     """Return the request of covariances or correlations (`kind`) of what both of two rows know.
 
-    Raises `InputError` for a transform that replaces missing elements.
+    Raises `InputError` for a transform that replaces missing elements, and for `impute`.
     """
+    missing = request.a.missing
+    if missing is not None and missing.impute is not None:
+        raise InputError(
+            f"impute = {missing.impute!r} replaces missing elements, and pairwise leaves them out: drop one "
+            "of them"
+        )
     if any(
         each.transform is not None and each.transform.missing is not None for each in (request.a, request.b)
     ):
@@ -59,7 +65,8 @@ def pairwise(request: Request, kind: str, ddof: float = 0.0) -> Request:
     given = {id(each.given): each.given for each in (request.a, request.b)}.values()
     opened = [stores.open_matrix("X", each, decode=request.decode) for each in given]
     squares = kind == "correlation"
-    if all(isinstance(x, Genotypes) for x in opened) and request.a.transform is None:
+    coded = missing is None or missing.code == MISSING
+    if all(isinstance(x, Genotypes) for x in opened) and request.a.transform is None and coded:
         terms, tolerance, how = moments(MISSING, squares=squares), 0.0, ""
     else:
         # Rounding errors of the sums of k numbers, and of their squares.

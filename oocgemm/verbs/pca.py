@@ -216,6 +216,7 @@ def pca(
         exact, plan = choose(passes, method, iterations, tol, running=False)
         statistics = exact and passes.reads_means
         statistics = statistics or (passes.transform.needs_stats and passes.reads_first)
+        statistics = statistics or isinstance(passes.transform.target_sum, float)
         # The products for a Gram matrix and for the scores have checksums.
         checks = iterations - exact if options.get("verify") else 0
         of_slices = len(passes.slices), passes.sessions, "exact" if exact else "randomized"

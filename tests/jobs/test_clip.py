@@ -1,5 +1,6 @@
 """Transformed elements are clipped to limits, on every backend, before anything that follows."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import oocgemm
 from oocgemm import Transform
 from oocgemm.errors import InputError
 from tests.support.backends_here import ENGINES, Engine, running_on
+from tests.support.command import command
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -45,3 +47,14 @@ def test_limits_that_are_none_are_refused(limits: Any) -> None:
 def test_principal_components_are_not_those_of_clipped_elements() -> None:
     with pytest.raises(InputError, match="the transform has clip"):
         oocgemm.pca(np.ones((9, 5)), 2, transform=Transform(clip=(0, 1)), backend="host")
+
+
+def test_the_command_line_takes_limits(tmp_path: Path) -> None:
+    x = np.arange(-6.0, 6).reshape(3, 4)
+    np.save(tmp_path / "x.npy", x)
+    paths = [str(tmp_path / name) for name in ("x.npy", "c.npy")]
+    done = command("gram", *paths, "--transform", "clip=-2:3", "--backend", "host", "--quiet")
+    assert done.code == 0, done.err
+    np.testing.assert_array_equal(np.load(paths[1]), np.clip(x, -2, 3) @ np.clip(x, -2, 3).T)
+    done = command("gram", *paths, "--transform", "clip=3", "--backend", "host", "--quiet", "--overwrite")
+    assert (done.code, "clip = ('3',): pass two numbers" in done.err) == (2, True)

@@ -23,19 +23,21 @@ def coded(path: Path) -> str:
 
 
 @pytest.mark.parametrize("verb", ["gram", "corr", "similarity", "reduce"])
-def test_missing_elements_are_replaced_in_a_copy(verb: str, tmp_path: Path) -> None:
+def test_missing_elements_are_replaced_as_the_message_says(verb: str, tmp_path: Path) -> None:
     given: dict[str, dict[str, Any]] = {"similarity": {"topk": 2}, "reduce": {"to": oocgemm.Reduce("sum")}}
     call, options = getattr(oocgemm, verb), given.get(verb, {}) | ON_HOST
     path = coded(tmp_path / "x.zarr")
     with pytest.raises(ExecutionError) as raised:
         call(path, **options)
     said = str(raised.value)
-    assert "replace missing elements in a copy; or, in gemm, gram and pca, by Transform(missing=99.0)" in said
+    assert "pass impute='mean' (--impute mean), in gemm and gram a Transform(missing=99.0)" in said
     copy: Any = zarr.open_array(path)
     call(np.where(copy[:] == 99, 0, copy[:]), **options)
     call(path, decode=False, **options)
     if verb == "gram":
         call(path, transform=oocgemm.Transform(missing=99.0), **options)
+    elif verb != "reduce":
+        call(path, impute="mean", **options)
 
 
 def test_components_of_nan_are_found_as_the_message_says(tmp_path: Path) -> None:
@@ -43,14 +45,13 @@ def test_components_of_nan_are_found_as_the_message_says(tmp_path: Path) -> None
     x[7, 3] = np.nan
     with pytest.raises(InputError, match="column 3 of X") as raised:
         oocgemm.pca(x, 2, **ON_HOST)
-    _, _, said = str(raised.value).partition("pass transform=")
-    change = eval(said.partition(" (--transform missing=nan)")[0], {"oocgemm": oocgemm})
-    oocgemm.pca(x, 2, transform=change, **ON_HOST)
+    assert "pass missing=float('nan')" in str(raised.value)
+    oocgemm.pca(x, 2, missing=float("nan"), **ON_HOST)
     np.save(tmp_path / "x.npy", x)
     options = "--components", "2", "--backend", "host"
     done = command("pca", tmp_path / "x.npy", tmp_path / "p.zarr", *options)
-    assert (done.code, "--transform missing=nan" in done.err) == (2, True)
-    change = ("--transform", "missing=nan")
+    assert (done.code, "--missing nan" in done.err) == (2, True)
+    change = ("--missing", "nan")
     assert command("pca", tmp_path / "x.npy", tmp_path / "p.zarr", *options, *change).code == 0
     x[7, 3] = np.inf
     with pytest.raises(InputError, match="column 3 of X") as raised:

@@ -147,8 +147,44 @@ def test_rows_that_have_no_sum_are_refused() -> None:
     x[3] = -1
     with pytest.raises(InputError, match=r"row 3 of A has the sum -5, .*one of 1 such rows"):
         oocgemm.gemm(x, np.eye(5), transform_a=Transform(target_sum=10), backend="host")
-    with pytest.raises(InputError, match="the transform has target_sum"):
+    with pytest.raises(InputError, match="row 3 of X has the sum -5"):
         oocgemm.pca(x, 2, transform=Transform(target_sum=10), backend="host")
+
+
+@pytest.mark.parametrize("method", ["exact", "randomized"])
+@pytest.mark.parametrize(("devices", "rows"), [(None, None), ("0,0", None), (None, [9, 3, 4, 8, 0, 11])])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_sum": 1e4},
+        {"target_sum": 1e4, "log1p": True, "scale": "k"},
+        {"target_sum": 1e2, "missing": float("nan"), "impute": 3},
+    ],
+)
+def test_principal_components_are_those_of_normalized_rows(
+    tmp_path: Path, method: str, devices: Any, rows: Any, change: dict[str, Any]
+) -> None:
+    x = counts(3, (40, 7), "f8")
+    x[:, 0] += np.arange(40)
+    if "missing" in change:
+        x[5, 3] = x[11, 2] = np.nan
+    zarr.create_array(tmp_path / "x.zarr", data=x, chunks=(4, 7))
+    operand: Any = str(tmp_path / "x.zarr")
+    if rows is not None:
+        x, operand = x[rows], oocgemm.keep(operand, rows)
+    wide = normalized(x, change["target_sum"])
+    wide = np.where(np.isnan(wide), 3, wide)
+    if change.get("log1p"):
+        wide = np.log1p(wide)
+        wide = wide / wide.std(axis=0)
+    known = np.linalg.svd(wide - wide.mean(axis=0), full_matrices=False)
+    found = oocgemm.pca(
+        operand, 3, transform=Transform(**change), backend="host", method=method, devices=devices, tol=1e-10,
+        iterations=60, scores=True, decode=True,
+    )  # fmt: skip
+    np.testing.assert_allclose(found.singular_values, known[1][:3], rtol=1e-6)
+    assert found.scores is not None
+    np.testing.assert_allclose(np.abs(found.scores), np.abs(known[0] * known[1])[:, :3], rtol=1e-3, atol=1e-2)
 
 
 def test_the_command_line_takes_a_target(tmp_path: Path) -> None:
