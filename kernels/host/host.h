@@ -68,8 +68,9 @@ struct ooc_selection {
   ptrdiff_t down, along; /* the distances between elements of neighbouring rows and columns, in elements */
   size_t rows, cols;
   size_t top, left;   /* the row and the column in C of the first element */
-  const void *scales; /* factors of the rows and columns of C, or NULL. Scaled elements are clipped to [-1, 1]. */
-  int excludes_self;  /* whether elements on C's diagonal are left out */
+  const void *row_factors, *col_factors; /* numbers u and v of the rows and columns of C, or NULL */
+  int nearness;      /* scores of elements c are 2 c - (u + v), but at most 0; else c u v, clipped to [-1, 1] */
+  int excludes_self; /* whether elements on C's diagonal are left out */
 };
 
 /* Updates the selected elements, by at most `threads` threads. Returns 0 or ENOMEM. */

@@ -19,6 +19,9 @@
 /* Elements per thread for which it pays to start it. */
 #define MIN_ELEMENTS ((size_t)1 << 18)
 
+/* How scores are computed from elements and the factors of their rows and columns (`ooc_selection`). */
+enum rule { PLAIN, COSINES, NEARNESS };
+
 /* Returns how many rows are searched together, if the keys that are selected of a row have `size` bytes. */
 static size_t rows_together(size_t size) {
   size_t rows = TOGETHER / size / 2;

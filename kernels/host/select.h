@@ -88,35 +88,41 @@ static void NAME(flush)(struct NAME(row) *row, size_t count, KEY *space) {
 
 /* Returns the least score of a candidate, if no candidate to come has a smaller index; NaN if all elements are
  * candidates. So are all if -1 is one, since scaled elements are compared before they are clipped. */
-ALWAYS SCORE NAME(least)(KEY last, size_t index, bool scaled) {
+ALWAYS SCORE NAME(least)(KEY last, size_t index, enum rule rule) {
   INDEX high = (INDEX)(last >> BITS), other = ~(INDEX)last;
   SCORE least = NAME(score)(high);
   if (other <= index && least < INFINITY)
     least = NAME(score)(high + 1); /* the next larger number */
-  return least > -1 || !scaled ? least : (SCORE)NAN;
+  return least > -1 || rule != COSINES ? least : (SCORE)NAN;
 }
 
-ALWAYS SCORE NAME(scaled)(SUM sum, SCORE factor, const SCORE *scale) {
-  return scale ? (SCORE)sum * (factor * *scale) : (SCORE)sum;
+/* Returns the score of an element before it is clipped. `factor` is the number of its row or its column, and `scales`
+ * starts with that of the other one. */
+ALWAYS SCORE NAME(scaled)(SUM sum, SCORE factor, const SCORE *scales, size_t i, enum rule rule) {
+  return rule == COSINES    ? (SCORE)sum * (factor * scales[i])
+         : rule == NEARNESS ? 2 * (SCORE)sum - (factor + scales[i])
+                            : (SCORE)sum;
 }
 
 /* Returns a mask of candidates among `size` elements. Element i is compared with least[i * apart]. */
 ALWAYS uint64_t NAME(candidates)(const SUM *sums, size_t size, SCORE factor, const SCORE *scales, const SCORE *least,
-                                 size_t apart) {
+                                 size_t apart, enum rule rule) {
   INDEX any = 0;
   uint64_t mask = 0;
   for (size_t i = 0; i < size; ++i)
-    any |= !(NAME(scaled)(sums[i], factor, scales ? scales + i : NULL) < least[i * apart]);
+    any |= !(NAME(scaled)(sums[i], factor, scales, i, rule) < least[i * apart]);
   if (any)
     for (size_t i = 0; i < size; ++i)
-      mask |= (uint64_t)!(NAME(scaled)(sums[i], factor, scales ? scales + i : NULL) < least[i * apart]) << i;
+      mask |= (uint64_t)!(NAME(scaled)(sums[i], factor, scales, i, rule) < least[i * apart]) << i;
   return mask;
 }
 
 /* Adds an element to a row, unless it is smaller than `least`. `count` candidates are merged at a time. */
-ALWAYS void NAME(add)(struct NAME(row) *row, size_t count, KEY *space, SCORE score, bool scaled, size_t index,
+ALWAYS void NAME(add)(struct NAME(row) *row, size_t count, KEY *space, SCORE score, enum rule rule, size_t index,
                       SCORE *least) {
-  if (scaled)
+  if (rule == NEARNESS)
+    score = score > 0 ? 0 : score;
+  if (rule == COSINES)
     score = score > 1 ? 1 : score < -1 ? -1 : score; /* keeps NaN */
   if (score < *least)
     return;
@@ -124,7 +130,7 @@ ALWAYS void NAME(add)(struct NAME(row) *row, size_t count, KEY *space, SCORE sco
   if (row->size < count)
     return;
   NAME(flush)(row, count, space);
-  *least = NAME(least)(row->best[count - 1], index, scaled);
+  *least = NAME(least)(row->best[count - 1], index, rule);
 }
 
 static void NAME(load)(const struct ooc_selection *s, size_t row, KEY *to) {
@@ -142,27 +148,27 @@ static void NAME(save)(const struct ooc_selection *s, size_t row, struct NAME(ro
 }
 
 /* Searches rows whose elements are contiguous. `space` is for 3 * count keys. */
-WIDE static void NAME(along)(const struct ooc_selection *s, size_t from, size_t to, void *space) {
+ALWAYS void NAME(search_along)(const struct ooc_selection *s, size_t from, size_t to, void *space, enum rule rule) {
   size_t count = s->count;
   KEY *keys = space;
-  const SCORE *scales = s->scales ? (const SCORE *)s->scales + s->left : NULL;
+  const SCORE *scales = rule ? (const SCORE *)s->col_factors + s->left : NULL;
   for (size_t i = from; i < to; ++i) {
     const SUM *sums = (const SUM *)s->sums + (ptrdiff_t)i * s->down;
-    SCORE factor = scales ? ((const SCORE *)s->scales)[s->top + i] : 1;
+    SCORE factor = rule ? ((const SCORE *)s->row_factors)[s->top + i] : 1;
     size_t own = s->excludes_self ? s->top + i - s->left : SIZE_MAX;
     struct NAME(row) row = {keys + count, keys + 2 * count, 0};
     NAME(load)(s, i, row.best);
-    SCORE least = NAME(least)(row.best[count - 1], s->left, scales);
+    SCORE least = NAME(least)(row.best[count - 1], s->left, rule);
     for (size_t left = 0; left < s->cols; left += BLOCK) {
       size_t width = s->cols - left;
-      const SCORE *scale = scales ? scales + left : NULL;
-      uint64_t mask = width >= BLOCK ? NAME(candidates)(sums + left, BLOCK, factor, scale, &least, 0)
-                                     : NAME(candidates)(sums + left, width, factor, scale, &least, 0);
+      const SCORE *scale = rule ? scales + left : NULL;
+      uint64_t mask = width >= BLOCK ? NAME(candidates)(sums + left, BLOCK, factor, scale, &least, 0, rule)
+                                     : NAME(candidates)(sums + left, width, factor, scale, &least, 0, rule);
       for (; mask; mask &= mask - 1) {
         size_t j = left + (size_t)__builtin_ctzll(mask);
-        SCORE score = NAME(scaled)(sums[j], factor, scales ? scales + j : NULL);
+        SCORE score = NAME(scaled)(sums[j], factor, scales, j, rule);
         if (j != own)
-          NAME(add)(&row, count, keys, score, scales, s->left + j, &least);
+          NAME(add)(&row, count, keys, score, rule, s->left + j, &least);
       }
     }
     NAME(save)(s, i, &row, keys);
@@ -171,30 +177,30 @@ WIDE static void NAME(along)(const struct ooc_selection *s, size_t from, size_t 
 
 /* Searches rows whose elements are far apart, while those of neighbouring rows are contiguous. `space` is for
  * (1 + 2 * height) * count keys, if `height` rows are searched together. */
-WIDE static void NAME(across)(const struct ooc_selection *s, size_t from, size_t to, void *space) {
+ALWAYS void NAME(search_across)(const struct ooc_selection *s, size_t from, size_t to, void *space, enum rule rule) {
   size_t count = s->count, together = rows_together(count * sizeof(KEY));
   KEY *keys = space;
   struct NAME(row) rows[BLOCK];
   SCORE least[BLOCK];
   for (size_t top = from; top < to; top += together) {
     size_t height = to - top < together ? to - top : together;
-    const SCORE *scales = s->scales ? (const SCORE *)s->scales + s->top + top : NULL;
+    const SCORE *scales = rule ? (const SCORE *)s->row_factors + s->top + top : NULL;
     for (size_t i = 0; i < height; ++i) {
       rows[i] = (struct NAME(row)){keys + (2 * i + 1) * count, keys + (2 * i + 2) * count, 0};
       NAME(load)(s, top + i, rows[i].best);
-      least[i] = NAME(least)(rows[i].best[count - 1], s->left, scales);
+      least[i] = NAME(least)(rows[i].best[count - 1], s->left, rule);
     }
     for (size_t j = 0; j < s->cols; ++j) {
       const SUM *sums = (const SUM *)s->sums + (ptrdiff_t)j * s->along + top;
-      SCORE factor = scales ? ((const SCORE *)s->scales)[s->left + j] : 1;
+      SCORE factor = rule ? ((const SCORE *)s->col_factors)[s->left + j] : 1;
       size_t own = s->excludes_self ? s->left + j - s->top - top : SIZE_MAX;
-      uint64_t mask = height == BLOCK ? NAME(candidates)(sums, BLOCK, factor, scales, least, 1)
-                                      : NAME(candidates)(sums, height, factor, scales, least, 1);
+      uint64_t mask = height == BLOCK ? NAME(candidates)(sums, BLOCK, factor, scales, least, 1, rule)
+                                      : NAME(candidates)(sums, height, factor, scales, least, 1, rule);
       for (; mask; mask &= mask - 1) {
         size_t i = (size_t)__builtin_ctzll(mask);
-        SCORE score = NAME(scaled)(sums[i], factor, scales ? scales + i : NULL);
+        SCORE score = NAME(scaled)(sums[i], factor, scales, i, rule);
         if (i != own)
-          NAME(add)(rows + i, count, keys, score, scales, s->left + j, least + i);
+          NAME(add)(rows + i, count, keys, score, rule, s->left + j, least + i);
       }
     }
     for (size_t i = 0; i < height; ++i)
@@ -202,6 +208,20 @@ WIDE static void NAME(across)(const struct ooc_selection *s, size_t from, size_t
   }
 }
 
+/* The compiler makes a loop for each rule. */
+#define SEARCH(WAY)                                                                                                   \
+  WIDE static void NAME(WAY)(const struct ooc_selection *s, size_t from, size_t to, void *space) {                    \
+    if (!s->row_factors)                                                                                              \
+      NAME(search_##WAY)(s, from, to, space, PLAIN);                                                                  \
+    else if (s->nearness)                                                                                             \
+      NAME(search_##WAY)(s, from, to, space, NEARNESS);                                                               \
+    else                                                                                                              \
+      NAME(search_##WAY)(s, from, to, space, COSINES);                                                                \
+  }
+SEARCH(along)
+SEARCH(across)
+
+#undef SEARCH
 #undef BITS
 #undef SIGN
 #undef SUM

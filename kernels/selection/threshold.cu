@@ -37,7 +37,8 @@ __device__ inline void append(
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) threshold(
     const OOC_ACCUMULATED* __restrict__ sums, long long rows, long long width, long long first_row,
-    long long first_column, long long excludes_self, double least, const score_t* __restrict__ scales,
+    long long first_column, long long excludes_self, double least, const score_t* __restrict__ row_factors,
+    const score_t* __restrict__ col_factors,
     word_t* counters, segment_t* segments, element_t* __restrict__ elements) {
     __shared__ element_t buffers[WARPS][ROOM];
     __shared__ word_t firsts[WARPS];
@@ -50,12 +51,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) threshold(
         const long long below = OOC_TRIANGLE ? diagonal + !excludes_self : width;
         const long long own = !OOC_TRIANGLE && excludes_self ? diagonal : -1;
         const long long end = below < width ? below : width;  // the first column that is left out
-        const score_t of_row = OOC_SCALED ? scales[first_row + row] : score_t(1);
+        const score_t of_row = OOC_RULE ? row_factors[first_row + row] : score_t(1);
         const OOC_ACCUMULATED* from = sums + row * width * OOC_PITCH;
         int used = 0;
         for (long long start = 0; start < end; start += 32 * UNROLL) {
             score_t scores[UNROLL];
-            read_scores(from, start, end, lane, of_row, scales + first_column, scores);
+            read_scores(from, start, end, lane, of_row, col_factors + first_column, scores);
             bool some = false;
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) some |= scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound);

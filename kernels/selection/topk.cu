@@ -183,7 +183,8 @@ struct Selected {
 
 extern "C" __global__ void topk(
     const OOC_ACCUMULATED* __restrict__ sums, long long rows, long long width, long long first_row,
-    long long first_column, long long count, long long excludes_self, const score_t* __restrict__ scales,
+    long long first_column, long long count, long long excludes_self, const score_t* __restrict__ row_factors,
+    const score_t* __restrict__ col_factors,
     element_t* __restrict__ kept) {
     extern __shared__ __align__(16) unsigned char shared[];
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32, warp = threadIdx.x / 32, k = static_cast<int>(count);
@@ -193,11 +194,11 @@ extern "C" __global__ void topk(
          row += static_cast<long long>(gridDim.x) * warps) {
         selected.begin(kept + row * count, k, lane);
         const long long own = excludes_self ? first_row + row : -1;
-        const score_t of_row = OOC_SCALED ? scales[first_row + row] : score_t(1);
+        const score_t of_row = OOC_RULE ? row_factors[first_row + row] : score_t(1);
         const OOC_ACCUMULATED* from = sums + row * width * OOC_PITCH;
         for (long long start = 0; start < width; start += 32 * UNROLL) {
             score_t scores[UNROLL];
-            read_scores(from, start, width, lane, of_row, scales + first_column, scores);
+            read_scores(from, start, width, lane, of_row, col_factors + first_column, scores);
             selected.add(scores, first_column + start, first_column + width, own, lane);
         }
         selected.end(lane);
@@ -209,7 +210,8 @@ extern "C" __global__ void topk(
 // in shared memory. C's diagonal is not in these columns.
 extern "C" __global__ void topk_columns(
     const OOC_ACCUMULATED* __restrict__ sums, long long rows, long long width, long long first_row,
-    long long first_column, long long columns, long long count, const score_t* __restrict__ scales,
+    long long first_column, long long columns, long long count, const score_t* __restrict__ row_factors,
+    const score_t* __restrict__ col_factors,
     element_t* __restrict__ kept) {
     extern __shared__ __align__(16) unsigned char shared[];
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32, warp = threadIdx.x / 32, k = static_cast<int>(count);
@@ -226,19 +228,19 @@ extern "C" __global__ void topk_columns(
         const long long column = left + across;
         const bool reads = column < columns, searches = left + warp < columns;
         if (searches) selected.begin(kept + (left + warp) * count, k, lane);
-        const score_t of_column = OOC_SCALED && reads ? scales[first_column + column] : score_t(1);
+        const score_t of_column = OOC_RULE && reads ? col_factors[first_column + column] : score_t(1);
         for (long long top = 0; top < rows; top += 32 * UNROLL) {
             score_t scores[UNROLL];
             const OOC_ACCUMULATED* from = sums + (top + down) * ld + column;
             if (reads && top + 32 * UNROLL <= rows) {
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u)
-                    scores[u] = score_at(from, u * 32 * ld, of_column, scales + first_row + top + down, u * 32);
+                    scores[u] = score_at(from, u * 32 * ld, of_column, row_factors + first_row + top + down, u * 32);
             } else {
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u)
                     scores[u] = reads && top + down + u * 32 < rows
-                                    ? score_at(from, u * 32 * ld, of_column, scales + first_row + top + down, u * 32)
+                                    ? score_at(from, u * 32 * ld, of_column, row_factors + first_row + top + down, u * 32)
                                     : nan;
             }
             if (warps > 1) {

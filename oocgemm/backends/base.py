@@ -34,6 +34,7 @@ from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.planning.device_memory import StripOffsets
 from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.schedule.operation import Slots
+from oocgemm.planning.sinks import Sink
 from oocgemm.planning.tiling import Range, Shape, round_up
 from oocgemm.stores.codecs import Codec, Fetched
 from oocgemm.stores.files import CachedBlock
@@ -182,6 +183,18 @@ Correction = tuple[Array, Array] | None
 Numbers = tuple[Array | None, Array | None]
 
 
+class Factors(NamedTuple):
+    """Numbers u of rows and v of columns of C, which make scores of its elements c in the dtype of scores.
+
+    A score is u[i] v[j] c, but at least -1 and at most 1. With `nearness`, it is 2 c - (u[i] + v[j]), but at
+    most 0: a squared distance times -1.
+    """
+
+    rows: Array
+    cols: Array
+    nearness: bool = False
+
+
 class Finishing(NamedTuple):
     """The float64 arrays that Finish operations use.
 
@@ -192,6 +205,15 @@ class Finishing(NamedTuple):
     correction: Correction = None
     scales: Array | None = None
     numbers: Sequence[Numbers] = ()
+
+    def factors(self, sink: Sink) -> Factors | None:
+        """Return the numbers with which scores are computed where elements are selected; None for none."""
+        if sink.ranks_distances:
+            (rows, cols), *_ = self.numbers
+            assert rows is not None
+            assert cols is not None
+            return Factors(rows, cols, nearness=True)
+        return None if self.scales is None else Factors(self.scales, self.scales)
 
 
 NOTHING = Finishing()

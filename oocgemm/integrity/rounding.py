@@ -374,7 +374,9 @@ class RoundedElements:
                 low, high = (np.where(d == 0, 0, x) for x in _sorted(low / d, high / d))
             case "gaussian" | "distance":
                 low, high = (np.maximum(u + v - 2 * x, 0) for x in (high, low))
-                rounded = np.minimum(self._elements * (u + v), self._distance)
+                # Distances that are only compared are computed in the dtype of scores.
+                errors = 2 * self._elements if self._problem.sink.ranks_distances else self._elements
+                rounded = np.minimum(errors * (u + v), self._distance)
                 low, high = _widened(low, high, 0, STEP_ERROR * DOUBLE * (u + v) + rounded)
                 if step.kind == "distance":
                     return _sorted(step.value * np.maximum(low, 0), step.value * high)

@@ -305,9 +305,9 @@ def threshold_options(problem: GemmProblem) -> tuple[str, ...]:
 
 
 def _selecting(problem: GemmProblem, **more: int) -> tuple[str, ...]:
-    wide, scaled = int(_is_wide(problem)), int(problem.sink.scaled)
-    given = more | _pitched(problem)
-    return _defined(ACCUMULATED=C_TYPES[problem.combined_dtype], WIDE=wide, SCALED=scaled, **given)
+    given = {"WIDE": int(_is_wide(problem)), **more, **_pitched(problem)}
+    given["RULE"] = 2 if problem.sink.ranks_distances else int(problem.sink.scaled)
+    return _defined(ACCUMULATED=C_TYPES[problem.combined_dtype], **given)
 
 
 def topk_launch(problem: GemmProblem, rows: int) -> Launch:

@@ -141,6 +141,14 @@ class Sink:
         return False
 
     @property
+    def ranks_distances(self) -> bool:
+        """Whether the epilogue only makes distances times -1, which are compared and not stored.
+
+        Then no chain runs: where elements are selected, scores are computed in the dtype of scores.
+        """
+        return False
+
+    @property
     def per_row(self) -> int:
         """How many elements are kept for each row of C, and updated by each tile; 0 if none are.
 
@@ -204,6 +212,10 @@ class Selected(Sink):
     excludes_self: bool = False
 
     merge = EXACT
+
+    @property
+    def ranks_distances(self) -> bool:
+        return [(step.kind, step.value) for step in self.epilogue] == [("distance", -1.0)]
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def arguments(
     pointer = ctypes.c_void_p
     return (
         *(pointer(source), *map(ctypes.c_longlong, numbers), ctypes.c_double(given.sink.threshold)),
-        *(pointer(scales), *map(pointer, to)),
+        *(pointer(scales), pointer(scales), *map(pointer, to)),
     )
 
 

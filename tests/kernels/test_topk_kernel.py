@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from oocgemm.backends.base import SELECTED, numpy_dtype
+from oocgemm.backends.base import SELECTED, Factors, numpy_dtype
 from oocgemm.backends.host.selection import select
 from oocgemm.kernels import launches
 from oocgemm.kernels.compile import compiled
@@ -20,7 +20,7 @@ from oocgemm.kernels.spec import Launch
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.device_memory import NONE
 from oocgemm.planning.sinks import SELECTED as DTYPES
-from oocgemm.planning.sinks import Largest
+from oocgemm.planning.sinks import Largest, Step
 from tests.support.backends_here import CUDA
 from tests.support.native import launchers
 from tests.support.nvrtc import Nvrtc, resources
@@ -31,6 +31,8 @@ Array = NDArray[Any]
 # Runs a kernel. The arguments are a problem, the elements of a tile, the row and the column of its first
 # element, the scales, and the selected elements.
 Run = Callable[[GemmProblem, Array, tuple[int, int], Array, Array], None]
+# How scores are computed: as they are, as cosines, as distances times -1.
+RULES = ("", "cosine", "nearness")
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="no CUDA device answers"),
@@ -39,9 +41,20 @@ GPU = [
 ACCUMULATORS = ("float32", "float64", "int32")
 
 
-def problem(accumulator: str, topk: int, *, scaled: bool = False, excludes_self: bool = True) -> GemmProblem:
+def problem(accumulator: str, topk: int, *, rule: str = "", excludes_self: bool = True) -> GemmProblem:
     dtypes = accumulator, accumulator, accumulator, DTYPES[accumulator]
-    return product_of(1, 1, 1, *dtypes, topk=topk, scaled=scaled, excludes_self=excludes_self)
+    how: Any = {"scaled": rule == "cosine", "excludes_self": excludes_self}
+    if rule == "nearness":
+        how["epilogue"] = (Step("distance", True, True, -1.0),)
+    return product_of(1, 1, 1, *dtypes, topk=topk, **how)
+
+
+def scored(wide: Array, u: Array, v: Array, rule: str) -> Array:
+    """Return the scores of elements whose rows and columns have the factors u and v."""
+    with np.errstate(invalid="ignore"):
+        if rule == "cosine":
+            return np.asarray(np.clip(wide * (u[:, None] * v), -1, 1))
+        return np.asarray(np.minimum(2 * wide - (u[:, None] + v), 0)) if rule else wide
 
 
 def excludes_self_of(given: GemmProblem) -> bool:
@@ -80,9 +93,9 @@ def check(run: Run, accumulator: str, topk: int, shape: tuple[int, int], cuts: l
     """Compare what `run` selects of rows with a sort. The columns are cut into tiles, visited backwards."""
     rng, top = np.random.default_rng(topk), 3
     score = SELECTED[DTYPES[accumulator]]["score"]
-    for scaled in (False, True):
+    for rule in RULES:
         for excludes_self in (False, True):
-            given = problem(accumulator, topk, scaled=scaled, excludes_self=excludes_self)
+            given = problem(accumulator, topk, rule=rule, excludes_self=excludes_self)
             sums = scores(rng, shape, accumulator)
             scales = rng.choice(np.array([0.125, 0.25, 0.75], score), max(top + shape[0], shape[1]))
             kept = none(shape[0], given)
@@ -91,10 +104,7 @@ def check(run: Run, accumulator: str, topk: int, shape: tuple[int, int], cuts: l
                 tile = np.ascontiguousarray(sums[:, left:right])
                 run(given, tile, (top, left), scales, kept)
             wide, own = sums.astype(score), top + np.arange(shape[0])
-            if scaled:
-                with np.errstate(invalid="ignore"):
-                    wide *= scales[own, None] * scales[: shape[1]]
-                wide = np.clip(wide, -1, 1)
+            wide = scored(wide, scales[own], scales[: shape[1]], rule)
             expected = ranked(wide, own if excludes_self else None, topk)
             np.testing.assert_array_equal(kept["index"], expected["index"])
             np.testing.assert_array_equal(kept["score"], expected["score"])
@@ -106,18 +116,15 @@ def check_columns(
     """Compare what `run` selects of columns with a sort. The rows are cut into tiles, visited backwards."""
     rng, left = np.random.default_rng(topk), 3
     score = SELECTED[DTYPES[accumulator]]["score"]
-    for scaled in (False, True):
-        given = problem(accumulator, topk, scaled=scaled)
+    for rule in RULES:
+        given = problem(accumulator, topk, rule=rule)
         sums = scores(rng, shape, accumulator)
         scales = rng.choice(np.array([0.125, 0.25, 0.75], score), max(left + shape[1], shape[0]))
         kept = none(columns, given)
         for top, bottom in reversed(list(pairwise([0, *cuts, shape[0]]))):
             run(given, sums[top:bottom], (top, left), scales, kept)
         wide = sums.astype(score)[:, :columns]
-        if scaled:
-            with np.errstate(invalid="ignore"):
-                wide *= scales[: shape[0], None] * scales[left : left + columns]
-            wide = np.clip(wide, -1, 1)
+        wide = scored(wide, scales[: shape[0]], scales[left : left + columns], rule)
         expected = ranked(wide.T, None, topk)
         np.testing.assert_array_equal(kept["index"], expected["index"])
         np.testing.assert_array_equal(kept["score"], expected["score"])
@@ -128,7 +135,7 @@ def arguments(
 ) -> tuple[Any, ...]:
     numbers = *tile.shape, *at, given.sink.per_row, excludes_self_of(given)
     source, scales, kept = map(ctypes.c_void_p, pointers)
-    return source, *map(ctypes.c_longlong, numbers), scales, kept
+    return source, *map(ctypes.c_longlong, numbers), scales, scales, kept
 
 
 def of_columns(
@@ -136,11 +143,13 @@ def of_columns(
 ) -> tuple[Any, ...]:
     numbers = *tile.shape, *at, columns, given.sink.per_row
     source, scales, kept = map(ctypes.c_void_p, pointers)
-    return source, *map(ctypes.c_longlong, numbers), scales, kept
+    return source, *map(ctypes.c_longlong, numbers), scales, scales, kept
 
 
 def on_host(given: GemmProblem, tile: Array, at: tuple[int, int], scales: Array, kept: Array) -> None:
-    select(kept, tile, scales if given.sink.scaled else None, at, excludes_self_of(given))
+    nearness = given.sink.ranks_distances
+    factors = Factors(scales, scales, nearness) if given.sink.scaled or nearness else None
+    select(kept, tile, factors, at, excludes_self_of(given))
 
 
 # The columns that are searched of strips of a shape, for several numbers of warps per block.
@@ -198,8 +207,8 @@ def test_the_kernel_compiles_without_spills(
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
     cubin = tmp_path / "code.cubin"
     for number, accumulator in enumerate(accumulators):
-        for scaled, topk in ((False, 50), (True, 50), (True, 5000))[number % 2 :]:
-            options = topk_options(problem(accumulator, topk, scaled=scaled))
+        for rule, topk in (("", 50), ("cosine", 50), ("nearness", 5000))[number % 2 :]:
+            options = topk_options(problem(accumulator, topk, rule=rule))
             cubin.write_bytes(compiled(Nvrtc(), "topk", arch, options))
             for entry in ("topk", "topk_columns"):
                 taken = resources(cubin, entry)

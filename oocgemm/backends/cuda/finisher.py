@@ -189,10 +189,11 @@ class Scaled:
     """The base of the classes below: an epilogue before the kernel, and factors of rows and columns of C."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int], device: int) -> None:
-        self._problem, self._address, self._scales = plan.problem, address, 0
+        self._problem, self._address, self._factors = plan.problem, address, (0, 0)
         self._device = device
         self._kernel = self._load(kernels)
-        self._chain = ChainKernel(plan, kernels) if plan.problem.epilogue else None
+        runs = plan.problem.epilogue and not plan.problem.sink.ranks_distances
+        self._chain = ChainKernel(plan, kernels) if runs else None
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         raise NotImplementedError
@@ -206,12 +207,18 @@ class Scaled:
 
     def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
         """Copy the factors of rows and columns of C, then the epilogue's numbers, to `address`."""
+        problem, numbers = self._problem, address + scale_bytes(self._problem)
         if self._chain is not None:
-            self._chain.use(finishing.numbers, address + scale_bytes(self._problem), stream)
-        if finishing.scales is not None:
-            dtype = SELECTED[self._problem.c_dtype]["score"]
-            upload(address, finishing.scales.astype(dtype), stream)
-            self._scales = address
+            self._chain.use(finishing.numbers, numbers, stream)
+        if (factors := finishing.factors(problem.sink)) is None:
+            return
+        self._factors = address, address
+        if factors.nearness:
+            (offsets,), _ = number_offsets(problem.epilogue, problem.m, problem.n)
+            self._factors = numbers + offsets[0], numbers + offsets[1]
+        dtype = SELECTED[problem.c_dtype]["score"]
+        for at, array in zip(self._factors, (factors.rows, factors.cols), strict=True):
+            upload(at, array.astype(dtype), stream)
 
     def check_of(self, op: Operation) -> None: ...
 
@@ -245,7 +252,7 @@ class Selector(Scaled):
                 how,
                 _pointer(elements),
                 *map(_long, (*strip, *more)),
-                *map(_pointer, (self._scales, self._address(kept))),
+                *map(_pointer, (*self._factors, self._address(kept))),
             )
 
 
@@ -266,7 +273,7 @@ class Sifter(Scaled):
             _pointer(self._changed(op)),
             *map(_long, numbers),
             _real(sink.threshold),
-            *map(_pointer, (self._scales, to, to + room.segments, to + room.elements)),
+            *map(_pointer, (*self._factors, to, to + room.segments, to + room.elements)),
         )
 
     def copy(

@@ -294,7 +294,7 @@ class HostSession:
         if problem.sink.per_row:
             if problem.terms.count > 1:  # rows of C lie where those of all sums did
                 accumulator = sums.reshape(-1)[: accumulator.size].reshape(accumulator.shape)
-            if problem.epilogue:
+            if problem.epilogue and not problem.sink.ranks_distances:
                 self._run_chain(op, sums, (1.0, 0.0), accumulator)
             if self._keeper is None:
                 slot, dtype = op.writes[0].slot, self._dtypes["C"]

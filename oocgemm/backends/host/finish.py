@@ -14,7 +14,7 @@ import numpy as np
 
 from oocgemm.backends.base import Array, Finishing, Numbers, too_large
 from oocgemm.backends.host.blas import gemm
-from oocgemm.backends.host.selection import select
+from oocgemm.backends.host.selection import in_dtype, select
 from oocgemm.planning import GemmProblem, Op, Operation
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
 from oocgemm.planning.device_memory import NONE
@@ -237,6 +237,7 @@ class _Largest(Keeper):
     def __init__(self, problem: GemmProblem, rows: Array, finishing: Finishing, factor: Array | None) -> None:
         super().__init__(problem, rows, finishing, factor)
         rows.view(np.uint8)[...] = NONE
+        self._factors = in_dtype(finishing.factors(problem.sink), rows.dtype["score"])
 
     def keep(self, op: Operation, strip: Array) -> None:
         """Update the elements of the rows of a strip, and of its columns that are mirrored."""
@@ -246,7 +247,7 @@ class _Largest(Keeper):
         for (m, n), block in (((op.m, op.n), strip), ((cols, op.m), strip[:, : length(cols)].T)):
             if length(m):
                 at = m[0], n[0]
-                select(self._rows[slice(*m)], block, self._finishing.scales, at, sink.excludes_self)
+                select(self._rows[slice(*m)], block, self._factors, at, sink.excludes_self)
 
 
 class _Reduced(Keeper):

@@ -1,10 +1,11 @@
 """Select the largest elements of rows of C, by compiled code (`kernels/host/select.c`) or else by NumPy."""
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import Array
+from oocgemm.backends.base import Array, Factors
 from oocgemm.backends.host import blas
 from oocgemm.system.installed import compiled
 
@@ -21,11 +22,23 @@ class _Selection(ctypes.Structure):
         *(("kept", ctypes.c_void_p), ("count", ctypes.c_size_t), ("dtype", ctypes.c_size_t)),
         *(("sums", ctypes.c_void_p), ("down", ctypes.c_ssize_t), ("along", ctypes.c_ssize_t)),
         *((name, ctypes.c_size_t) for name in ("rows", "cols", "top", "left")),
-        *(("scales", ctypes.c_void_p), ("excludes_self", ctypes.c_int)),
+        *(("row_factors", ctypes.c_void_p), ("col_factors", ctypes.c_void_p)),
+        *(("nearness", ctypes.c_int), ("excludes_self", ctypes.c_int)),
     )
 
 
-def select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], excludes_self: bool) -> None:
+def in_dtype(factors: Factors | None, dtype: np.dtype[Any]) -> Factors | None:
+    """Return contiguous factors in the dtype of scores."""
+    if factors is None:
+        return None
+    rows = np.ascontiguousarray(factors.rows, dtype)
+    same = factors.cols is factors.rows
+    return factors._replace(rows=rows, cols=rows if same else np.ascontiguousarray(factors.cols, dtype))
+
+
+def select(
+    kept: Array, sums: Array, factors: Factors | None, at: tuple[int, int], excludes_self: bool
+) -> None:
     """Update the selected elements of some rows of C with those of a tile.
 
     Args:
@@ -33,37 +46,45 @@ def select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], 
             unused element are `NONE`.
         sums: the tile's elements of these rows, in the accumulator's dtype. Its rows or its columns are
             contiguous.
-        scales: factors of rows and columns of C, or None. Scaled elements are clipped to [-1, 1].
+        factors: numbers of rows and columns of C, in the dtype of scores (`in_dtype`), or None.
         at: the row and the column in C of the first element of `sums`.
         excludes_self: whether elements on C's diagonal are left out.
     """
-    if scales is not None:
-        scales = np.ascontiguousarray(scales, kept.dtype["score"])
     library = compiled()
     if library is None:
-        _select(kept, sums, scales, at, excludes_self)
+        _select(kept, sums, factors, at, excludes_self)
         return
     down, along = (step // sums.itemsize for step in sums.strides)
     assert kept.flags.c_contiguous
     assert 1 in (down, along)
     given = _Selection(
         *(kept.ctypes.data, kept.shape[1], DTYPES[sums.dtype.name], sums.ctypes.data, down, along),
-        *(*sums.shape, *at, None if scales is None else scales.ctypes.data, excludes_self),
+        *(*sums.shape, *at),
+        *((None, None) if factors is None else (factors.rows.ctypes.data, factors.cols.ctypes.data)),
+        *(factors is not None and factors.nearness, excludes_self),
     )
     if library.ooc_select(ctypes.byref(given), ctypes.c_size_t(blas.threads())):
         raise MemoryError
 
 
-def _select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], excludes_self: bool) -> None:
+def _select(
+    kept: Array, sums: Array, factors: Factors | None, at: tuple[int, int], excludes_self: bool
+) -> None:
     """Do the same with NumPy, more slowly."""
     (top, left), width = at, sums.shape[1]
     height, score = max(1, SEARCHED // max(1, width)), kept.dtype["score"]
     for start in range(0, len(sums), height):
         scores, best = sums[start : start + height].astype(score), kept[start : start + height]
         first = top + start
-        if scales is not None:
-            scores *= scales[first : first + len(scores), None] * scales[left : left + width]
-            np.clip(scores, -1, 1, out=scores)  # keeps NaN
+        if factors is not None:
+            u, v = factors.rows[first : first + len(scores), None], factors.cols[left : left + width]
+            if factors.nearness:
+                scores *= 2
+                scores -= u + v
+                np.minimum(scores, 0, out=scores)  # keeps NaN
+            else:
+                scores *= u * v
+                np.clip(scores, -1, 1, out=scores)  # keeps NaN
         _merge(scores, left, first - left if excludes_self else None, best)
 
 
