@@ -85,6 +85,18 @@ _OF_VERBS = {
     if verb.command
 }
 COMMANDS = dict(sorted((_OWN | _OF_VERBS).items()))
+# The sections of the help, by the module of a command. Other modules compute, except for commands that only look.
+_SECTIONS = {"measuring": "Machine", "queue": "Service", "serve": "Service", "submit": "Service"}
+_LOOKING = ("plan", "report", "stats", "verify")
+
+
+def sections() -> dict[str, list[str]]:
+    """Return the names of the commands by section of the help."""
+    found: dict[str, list[str]] = {"Compute": [], "Look": [], "Machine": [], "Service": []}
+    for name, (place, _) in COMMANDS.items():
+        own = _SECTIONS.get(place.partition(":")[0], "Compute")
+        found["Look" if name in _LOOKING else own].append(name)
+    return found
 
 
 class _Commands(Mapping[str, click.Command]):
@@ -108,8 +120,9 @@ class _CommandLine(click.Group):
     """The group of all commands. Its help imports none of them."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+        for section, names in sections().items():
+            with formatter.section(section):
+                formatter.write_dl([(name, COMMANDS[name][1]) for name in names])
 
 
 @click.group(
