@@ -512,23 +512,22 @@ def print_verification(found: "Verification") -> None:
     """Print the result of `verify`, with the probabilities of a false alarm and of a missed error."""
     out, checked = console(), "C" if found.uplo == "full" else f"The {found.uplo} triangle of C"
     out.print(
-        f"[bold]{checked} is {'correct' if found else 'wrong'}[/]: {found.vectors} random vectors on "
-        f"{found.groups} groups of columns; the error of the worst sum is {found.excess:.2g} times its "
-        "tolerance"
+        f"[bold]{checked} is {'correct' if found else 'wrong'}[/]: its largest error, in sums of rows, is "
+        f"{found.excess:.2g} times what rounding may cause"
     )
     if found:
         out.print(
-            f"An error in one row of a group that exceeds rounding is missed with a probability of at most "
-            f"{100 * found.miss_probability:.2g}%; a single wrong element in it, off by more than "
-            f"{2 * found.tolerance:.2g}, is never missed"
+            f"An element that is off by more than {2 * found.tolerance:.2g} is never missed if it is the "
+            f"only wrong one in its row. Several wrong elements in a row are missed with a "
+            f"probability of at most {100 * found.miss_probability:.2g}%"
         )
     model = {
         "probabilistic": "rounding errors are independent and of mean 0 (Higham and Mary, 2019)",
         "worst-case": "all rounding errors have their largest size and the worst sign",
     }
     out.print(
-        f"Tolerance: {found.bound} bound: {model[found.bound]}. A correct C fails with a probability of at "
-        f"most {found.false_alarm:.0e}"
+        f"It is assumed that {model[found.bound]}. Then a correct C fails with a probability of at most "
+        f"{found.false_alarm:.0e}"
     )
     out.print(
         f"{format_size(found.bytes)} in {format_time(found.seconds)}, "

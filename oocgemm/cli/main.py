@@ -85,7 +85,7 @@ _OF_VERBS = {
     if verb.command
 }
 COMMANDS = dict(sorted((_OWN | _OF_VERBS).items()))
-# The sections of the help, by the module of a command. Other modules compute, except for commands that only look.
+# The sections of the help, by the module of a command. Commands of other modules compute, or only look.
 _SECTIONS = {"measuring": "Machine", "queue": "Service", "serve": "Service", "submit": "Service"}
 _LOOKING = ("plan", "report", "stats", "verify")
 
