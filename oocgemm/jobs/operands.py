@@ -61,6 +61,8 @@ _NARROW = {"float16": "float32", "bfloat16": "float32"}
 
 # Largest relative error of a Gaussian. The estimate is gamma times eps times the largest squared norm.
 MAX_ERROR = 1e-4
+# Distances that are only ranked need a center that is near the mean. It is the mean of at most so many lines.
+SAMPLED_LINES, SAMPLED_RUN = 1 << 16, 1 << 10
 # Largest squared norm whose products do not overflow float64.
 MAX_SQUARE = float(np.finfo(np.float64).max) / 16
 
@@ -231,10 +233,12 @@ def centered(
     sides = [(a, int(not problem.trans_a.swaps))]
     if not same:
         sides.append((readable(b, memory), int(problem.trans_b.swaps)))
-    found, center = _mean(sides, memory)
+    ranks = problem.epilogue[0].value < 0
+    found, center = _mean([(_sampled(*each), each[1]) for each in sides] if ranks else sides, memory)
     # Whether the rows of op(A), and the columns of op(B), are columns of the arrays that the user passed.
     columns = op_of("trans_a", request.a.op).swaps, not op_of("trans_b", request.b.op).swaps
-    dtype = _dtype(problem, sides, found, center, memory, [("row", "column")[each] for each in columns])
+    lines = [("row", "column")[each] for each in columns]
+    dtype = _dtype(problem, sides, None if ranks else found, center, memory, lines)
     if dtype == "float64" and problem.compute in ("tf32", "bf16"):
         raise InputError(
             f"compute = {problem.compute!r} rounds rows, and {_purpose(problem)} needs their distances from "
@@ -252,10 +256,26 @@ def _purpose(problem: GemmProblem) -> str:
 
 
 def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> list[Array]:
-    """Return |x - c|^2 for each row x of op(A) and each column of op(B), for their common mean c."""
+    """Return |x - c|^2 for all rows x of op(A) and columns of op(B), and the center c of ranked distances.
+
+    The rows x - c are those that are multiplied, so that one pass finds their norms for all.
+    """
     sides = [(a, int(not problem.trans_a.swaps)), (b, int(problem.trans_b.swaps))]
-    _, center = _mean(sides, memory)
-    return [_norms(x, k_axis, center, memory) for x, k_axis in sides]
+    sides = sides[:1] if a is b else sides
+    _, center = _mean([(_sampled(*each), each[1]) for each in sides], memory)
+    dtype = DTYPES[problem.a_dtype].accumulator
+    found = [_norms(x, k_axis, center, memory, dtype) for x, k_axis in sides]
+    return [found[0], found[-1]]
+
+
+def _sampled(x: Matrix, k_axis: int) -> Matrix:
+    """Return lines of a matrix, spread over all of it, which number the axis that is not k."""
+    count = x.shape[1 - k_axis]
+    if count <= SAMPLED_LINES:
+        return x
+    runs = SAMPLED_LINES // SAMPLED_RUN
+    starts = np.arange(runs) * ((count - SAMPLED_RUN) // (runs - 1))
+    return KeptMatrix(x, 1 - k_axis, (starts[:, None] + np.arange(SAMPLED_RUN)).ravel())
 
 
 def _mean(sides: list[tuple[Matrix, int]], memory: int) -> tuple[list[Stats], Array]:
@@ -275,24 +295,25 @@ def _center(found: list[Stats]) -> Array:
 def _dtype(
     problem: GemmProblem,
     sides: list[tuple[Matrix, int]],
-    found: list[Stats],
+    found: list[Stats] | None,
     center: Array,
     memory: int,
     lines: list[str],
 ) -> str:
     """Return the dtype in which rows are multiplied. It depends on the largest norm of a row.
 
-    If a bound from the extremes does not decide, a pass over the operands computes the norms. `lines` says
+    If there is no bound from extremes, or it does not decide, a pass computes the norms. `lines` says
     whether the user calls the rows of each side "row" or "column".
     """
     dtypes = list(dict.fromkeys((DTYPES[problem.a_dtype].accumulator, "float64")))
     limits = [_limit(problem, dtype) for dtype in dtypes]
-    with np.errstate(all="ignore"):
-        farthest = (np.fmax(each.max - center, center - each.min) for each in found)
-        bound = max(np.square(far[~np.isnan(far)]).sum() for far in farthest)
-    if bound <= limits[0] or (not limits[0] and bound <= limits[-1]):
-        return dtypes[0] if limits[0] else dtypes[-1]
-    norms = [_norms(x, k_axis, center, memory) for x, k_axis in sides]
+    if found is not None:
+        with np.errstate(all="ignore"):
+            farthest = (np.fmax(each.max - center, center - each.min) for each in found)
+            bound = max(np.square(far[~np.isnan(far)]).sum() for far in farthest)
+        if bound <= limits[0] or (not limits[0] and bound <= limits[-1]):
+            return dtypes[0] if limits[0] else dtypes[-1]
+    norms = [_norms(x, k_axis, center, memory, "float64" if found else dtypes[0]) for x, k_axis in sides]
     sizes = [float(each.max(initial=0)) for each in norms]
     for dtype, limit in zip(dtypes, limits, strict=True):
         if limit and max(sizes) <= limit:
@@ -326,9 +347,12 @@ def _limit(problem: GemmProblem, dtype: str) -> float:
     return min(MAX_ERROR / scale if scale > 1e-300 else np.inf, float(limits.max) / 16)
 
 
-def _norms(matrix: Matrix, k_axis: int, center: Array, memory: int) -> Array:
-    """Return |x - c|^2 of each row x: Inf if it overflows, and 0 if the row has a NaN or Inf."""
-    found = squares(_moved(matrix, k_axis, center, "float64"), k_axis, memory)
+def _norms(matrix: Matrix, k_axis: int, center: Array, memory: int, dtype: str) -> Array:
+    """Return |x - c|^2 of each row x: Inf if it overflows, and 0 if the row has a NaN or Inf.
+
+    Differences x - c are rounded to a dtype.
+    """
+    found = squares(_moved(matrix, k_axis, center, dtype), k_axis, memory)
     if np.isinf(found).any():
         sizes = largest(_moved(matrix, k_axis, np.zeros(len(center)), "float64"), k_axis, memory)
         found[~np.isfinite(sizes)] = 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError
-from oocgemm.jobs import nearest
+from oocgemm.jobs import nearest, operands
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
 from tests.support.suite import each_value, examples
@@ -128,6 +128,30 @@ def test_rows_that_float32_ranks_are_not_searched_again() -> None:
     x = np.random.default_rng(9).standard_normal((90, 30)).astype(np.float32)
     with patch.object(nearest.Search, "_in_float64", side_effect=AssertionError):
         oocgemm.neighbors(x, topk=2, backend="host")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_center_from_some_rows_finds_the_same(
+    engine: Engine, columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operands, "SAMPLED_LINES", 16)
+    monkeypatch.setattr(operands, "SAMPLED_RUN", 4)
+    x, y = two("float32", 2000)
+    x[:20] -= 4000  # rows are sorted by clusters
+    x[7, 3], x[9, 1], y[5, 5] = np.nan, np.nan, np.inf
+    x = np.asfortranarray(x) if columns else x
+    kept = np.setdiff1d(np.arange(len(x)), [7, 9])
+    expected = exact(x, x, "euclidean")
+    expected[np.isnan(expected)] = np.inf
+    np.fill_diagonal(expected, np.inf)
+    with running_on(engine) as options:
+        found = oocgemm.neighbors(x, topk=3, tile="16x16x8", **options)
+        other = oocgemm.neighbors(x, y=y, topk=3, tile="16x16x8", **options)
+    order = np.argsort(expected, axis=1, kind="stable")[:, :3]
+    np.testing.assert_array_equal(found.indices[kept], order[kept])
+    finite = np.nan_to_num(exact(x, y, "euclidean"), nan=np.inf)
+    np.testing.assert_allclose(other.distances[kept], np.sort(finite)[kept, :3], rtol=1e-6)
 
 
 def test_equal_rows_zero_rows_and_nan() -> None:
