@@ -91,5 +91,6 @@ CASES = (
     Case("group", command="similarity", dtype="float32", options=("--topk", "9", "--verify")),
     Case("group", command="corr", dtype="float32", options=("--threshold", "0.05", "--verify")),
     Case("raw", dtype="float32", sparse=True),
+    Case("raw", dtype="float32", options=("--verify",), sparse=True),
     Case("npy", command="gram", dtype="float32", options=("--axis", "1"), sparse=True),
 )

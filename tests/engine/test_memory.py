@@ -15,6 +15,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 import oocgemm
 from oocgemm.planning.units import parse_size
 from tests.support.backends_here import needs_gpu
+from tests.support.sparse_files import parts_of, write
 from tests.support.suite import slow
 
 MIB = 1 << 20
@@ -102,6 +103,8 @@ STORES: dict[str, dict[str, Any]] = {
 
 def stored(operands: Path, name: str) -> str:
     """Create an operand unless it exists, and return its path."""
+    if name == "csr":
+        return sparse(operands)
     if not (operands / name).exists():
         data = np.random.default_rng(0).standard_normal((2400, 2400)).astype("float32")
         match name:
@@ -113,11 +116,22 @@ def stored(operands: Path, name: str) -> str:
     return str(operands / name)
 
 
+def sparse(operands: Path) -> str:
+    """Create a sparse matrix unless it exists: 23 MB as dense elements, 4.6 MB as entries."""
+    path = operands / "csr.zarr"
+    if not path.exists():
+        x = np.random.default_rng(0).random((2400, 2400), np.float32)
+        x[x > 0.1] = 0
+        write(path, x.shape, "csr", parts_of(x, "csr"), 100_000)
+    return f"{path}/X"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize(
     ("operand", "device", "host", "options", "why"),
     [
         ("raw", "24MiB", "26MiB", {}, "raw chunks are mapped, not read"),
+        ("csr", "24MiB", "40MiB", {}, "entries become dense, panel by panel"),
         ("zstd", "32MiB", "96MiB", {"compressor": "zstd"}, "encoding takes scratch"),
         *slow(
             ("raw", "40MiB", "40MiB", {"trans_a": "T", "beta": 0}, "transposed on the fly"),
