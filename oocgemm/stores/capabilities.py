@@ -198,6 +198,14 @@ class Listed(Protocol, metaclass=_Capability):
 
 
 @runtime_checkable
+class Selecting(Protocol, metaclass=_Capability):
+    """A matrix that has views of its own of some of its rows or columns."""
+
+    def selected(self, axis: int, lines: Array) -> Matrix:
+        """Return the rows (`axis` 0) or columns (1) with these numbers, in this order."""
+
+
+@runtime_checkable
 class Addressed(Protocol, metaclass=_Capability):
     """A matrix whose elements have addresses from which a device, or compiled code, copies them."""
 

@@ -19,7 +19,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning.tiling import Range, length
 from oocgemm.stores.arrays import read_block
 from oocgemm.stores.base import BATCH_BYTES, Array, Composite, Matrix, Store, View, is_path, not_writable
-from oocgemm.stores.capabilities import Genotypes
+from oocgemm.stores.capabilities import Genotypes, Selecting
 from oocgemm.stores.declared import NOTHING, Declared
 from oocgemm.values import dataclass
 
@@ -159,6 +159,8 @@ def numbers(matrix: Matrix, axis: int, given: Array) -> Array:
 
 def kept(matrix: Matrix, axis: int, lines: Array) -> Matrix:
     """Return the rows (`axis` 0) or columns (1) of a matrix that have these numbers."""
+    if isinstance(matrix, Selecting):
+        return matrix.selected(axis, lines)
     return (KeptGenotypes if isinstance(matrix, Genotypes) else KeptMatrix)(matrix, axis, lines)
 
 

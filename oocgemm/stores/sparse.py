@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 from weakref import ref
@@ -44,6 +45,7 @@ from oocgemm.stores.capabilities import Piece, in_memory
 from oocgemm.stores.codecs import NO_ROOM, Fetched, entries_at
 from oocgemm.stores.files import scratch
 from oocgemm.stores.formats import PARTS, is_sparse
+from oocgemm.stores.kept import MAX_GAPS, KeptMatrix
 from oocgemm.system import cache
 from oocgemm.system.installed import compiled
 
@@ -61,6 +63,8 @@ AGAIN = "the sparse matrix is damaged or truncated: store it again"
 VERSION, ASCENDING = 2, b"ascending"
 # A GPU makes lines dense if their entries take at most this share of the dense bytes.
 MAX_SHARE = 0.5
+# Lines whose entries are counted, to estimate how many entries are kept.
+SAMPLED = 256
 
 
 class _Entries(ctypes.Structure):
@@ -231,9 +235,10 @@ class SparseOperand(ReadOnly):
             indices = self._part(self._indices, piece, "indices")
             values = self._part(self._data, piece, "data")
             block = target[group[0] - lines[0] : group[1] - lines[0]]
-            if not self._make_dense(group, piece, indices, values, places, block):
+            starts, span = self._starts[group[0] : group[1] + 1], (places, self._width)
+            if not _make_dense(starts, piece, indices, values, span, block):
                 self._check(piece, indices)
-                self._add(group, piece, indices, values, places, block)
+                _add(starts, piece, indices, values, span, block)
 
     def _pieces(self, lines: Range) -> Iterator[tuple[Range, Range]]:
         """Yield lines and their entries, at most `PIECE` of them. A line with more is yielded repeatedly."""
@@ -249,40 +254,43 @@ class SparseOperand(ReadOnly):
                     yield (line, line + 1), piece
                 line += 1
 
-    def _make_dense(
-        self, lines: Range, piece: Range, indices: Array, values: Array, places: Range, out: Array
-    ) -> bool:
-        """Write the dense elements of some lines with compiled code. Return whether it can, and has."""
-        library, kind = compiled(), _KINDS.get(values.dtype.str[1:])
-        plain = all(x.strides == (x.itemsize,) and x.dtype.isnative for x in (indices, values))
-        if library is None or kind is None or not plain or indices.dtype.str[1:] not in ("i4", "i8"):
-            return False
-        if out.strides[1] != out.itemsize or out.dtype != values.dtype:
-            return False
-        entries = _Entries(
-            self._starts.ctypes.data + 8 * lines[0], lines[1] - lines[0], *piece, indices.ctypes.data,
-            values.ctypes.data, *places, self._width, indices.itemsize, kind,
-        )  # fmt: skip
-        place = ctypes.c_void_p(out.ctypes.data), ctypes.c_ssize_t(out.strides[0])
-        if library.ooc_make_dense(ctypes.byref(entries), *place):
-            self._check(piece, indices)
-            raise AssertionError("the compiled code finds an index that is outside, and NumPy finds none")
-        return True
+    def chosen(self, lines: Array) -> tuple[Array, Array, Array]:
+        """Return the starts, the indices and the values of lines with these numbers."""
+        steps = np.diff(lines)
+        if (steps > 0).all() and (steps != 1).any() and lines[-1] - lines[0] < MAX_GAPS * len(lines):
+            found = self.chosen(np.arange(lines[0], lines[-1] + 1))
+            flags = np.zeros(len(found[0]) - 1, bool)
+            flags[lines - lines[0]] = True
+            counts = np.diff(found[0])
+            stay = np.repeat(flags, counts)
+            return np.append(0, np.cumsum(counts[flags])), found[1][stay], found[2][stay]
+        first, ends = self._starts[lines], self._starts[lines + 1]
+        starts = np.append(0, np.cumsum(ends - first))
+        indices, values = (np.empty(int(starts[-1]), part.dtype) for part in (self._indices, self._data))
+        at = 0
+        runs = [0, *(np.flatnonzero(steps != 1) + 1).tolist(), len(lines)] if len(lines) else []
+        for start, stop in pairwise(runs):
+            for piece in _pieces((int(first[start]), int(ends[stop - 1]))):
+                end = at + piece[1] - piece[0]
+                indices[at:end] = self._part(self._indices, piece, "indices")
+                self._check(piece, indices[at:end])
+                values[at:end] = self._part(self._data, piece, "data")
+                at = end
+        return starts, indices, values
 
-    def _add(
-        self, lines: Range, piece: Range, indices: Array, values: Array, places: Range, out: Array
-    ) -> None:
-        """Add entries to `out`, the dense block of some lines at the `places` in them."""
-        starts = self._starts[lines[0] : lines[1] + 1]
-        if piece[0] == starts[0]:  # else the line was begun by an earlier call
-            out[...] = 0
-        counts = np.diff(np.clip(starts, *piece))
-        line = np.repeat(np.arange(len(counts)), counts)
-        if places != (0, self._width):
-            kept = (indices >= places[0]) & (indices < places[1])
-            line, indices, values = line[kept], indices[kept] - places[0], values[kept]
-        with np.errstate(all="ignore"):
-            np.add.at(out, (line, indices), values)
+    @property
+    def by_rows(self) -> bool:
+        """Whether lines are rows."""
+        return self._by_rows
+
+    @property
+    def line_starts(self) -> Array:
+        """The number of the first entry of each line, and the end of the last one. Not to be changed."""
+        return self._starts
+
+    def selected(self, axis: int, lines: Array) -> Matrix:
+        """Return some rows (`axis` 0) or columns (1)."""
+        return _selected(self, axis, lines)
 
     def entries(self, count: int) -> Iterator[Piece] | None:
         """Yield all entries, `count` at a time; None if entries of a line may have the same place."""
@@ -305,10 +313,12 @@ class SparseOperand(ReadOnly):
 
     def coding(self) -> Coding | None:
         """Return how a device makes lines dense; None if entries of a line may have the same place."""
-        dense = self.shape[0] * self.shape[1] * self.dtype.itemsize
-        entries = int(self._starts[-1]) * (self._indices.dtype.itemsize + self._data.dtype.itemsize)
-        share = (entries + 8 * self.shape[0]) / max(1, dense)
-        size = self._indices.dtype.itemsize
+        return self.coding_of(self.shape, int(self._starts[-1]))
+
+    def coding_of(self, shape: tuple[int, int], entries: float) -> Coding | None:
+        """Return how a device makes some of the lines dense, or parts of them, that have so many entries."""
+        dense, size = shape[0] * shape[1] * self.dtype.itemsize, self._indices.dtype.itemsize
+        share = (entries * (size + self.dtype.itemsize) + 8 * shape[0]) / max(1, dense)
         name = next((name for name, found in DECODED.items() if found.index_bytes == size), "")
         if not (self._ascending and self._by_rows and name) or share > MAX_SHARE:
             return None
@@ -318,7 +328,7 @@ class SparseOperand(ReadOnly):
             for part in (self._indices, self._data)
         ]
         lines = max(1, max(chunks) * self.shape[0] // max(1, int(self._starts[-1])))
-        return Coding(name, min(lines, self.shape[0]) * self.shape[1] * self.dtype.itemsize, share)
+        return Coding(name, min(lines, shape[0]) * shape[1] * self.dtype.itemsize, share)
 
     def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
         """Read the starts, the indices and the values of lines into `out`, as `entries_at` places them."""
@@ -372,6 +382,160 @@ class SparseOperand(ReadOnly):
 
     def identities(self) -> set[object]:
         return self._indices.identities() | self._data.identities()
+
+
+class KeptEntries(KeptMatrix):
+    """Some lines of a sparse matrix, or the same places of all lines. Only their entries are made dense."""
+
+    what = "a part of a sparse matrix"
+    _matrix: "SparseOperand | KeptEntries"
+    by_rows: bool
+    line_starts: Array
+
+    def __init__(self, matrix: "SparseOperand | KeptEntries", axis: int, kept: Array) -> None:
+        super().__init__(matrix, axis, kept)
+        self.by_rows = matrix.by_rows
+        self._of_lines = (axis == 0) == matrix.by_rows
+        counts = np.diff(matrix.line_starts)
+        self.line_starts = matrix.line_starts
+        if self._of_lines:
+            self.line_starts = np.append(0, np.cumsum(counts[kept]))
+        # What was number i along the axis is number `_numbers[i]` now, or left out if that is -1.
+        self._numbers = np.full(matrix.shape[axis], -1, np.int64)
+        self._numbers[kept] = np.arange(len(kept))
+        longest = max(PIECE, int(counts.max(initial=0)))
+        held = kept.nbytes + self._numbers.nbytes + self.line_starts.nbytes * self._of_lines
+        chunk = (1, max(1, self.shape[1])) if self.by_rows else (max(1, self.shape[0]), 1)
+        self.layout = matrix.layout.computed(PLACING * longest, held).changed(read_chunk=chunk)
+        self._sampled: dict[int, int] = {}  # how many entries the first lines have
+
+    def chosen(self, lines: Array) -> tuple[Array, Array, Array]:
+        """Return the starts, the indices and the values of lines with these numbers."""
+        if self._of_lines:
+            return self._matrix.chosen(self.kept[lines])
+        starts, indices, values = self._matrix.chosen(lines)
+        places = self._numbers[indices]
+        stay = places >= 0
+        before = np.append(0, np.cumsum(stay))  # how many entries stay before each entry
+        return before[starts], places[stay].astype(indices.dtype), values[stay]
+
+    def selected(self, axis: int, lines: Array) -> Matrix:
+        """Return some rows (`axis` 0) or columns (1)."""
+        return _selected(self, axis, lines)
+
+    def transposed(self) -> "KeptEntries":
+        """Return the transpose, in the other form."""
+        return KeptEntries(self._matrix.transposed(), 1 - self.axis, self.kept)
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        lines, places = (rows, cols) if self.by_rows else (cols, rows)
+        target, span = out if self.by_rows else out.T, (places, self.shape[self.by_rows])
+        for group, starts, indices, values in self._kept_lines(lines):
+            block, piece = target[group[0] - lines[0] : group[1] - lines[0]], (0, len(indices))
+            if not _make_dense(starts, piece, indices, values, span, block):
+                _add(starts, piece, indices, values, span, block)
+
+    def _kept_lines(self, lines: Range) -> Iterator[tuple[Range, Array, Array, Array]]:
+        """Yield lines, and which of their entries are kept: lines of `PIECE` entries, or one with more."""
+        line, before = lines[0], self.line_starts
+        while line < lines[1]:
+            most = int(np.searchsorted(before, before[line] + PIECE, "right")) - 1
+            end = min(lines[1], max(line + 1, most))
+            yield (line, end), *self.chosen(np.arange(line, end))
+            line = end
+
+    def entries(self, count: int) -> Iterator[Piece] | None:
+        """Yield the entries that are kept; None if they cannot be listed in the order of the matrix."""
+        found = self._matrix.entries(count) if self._ascending else None
+        return None if found is None else map(self._kept_of, found)
+
+    def _kept_of(self, piece: Piece) -> Piece:
+        def read() -> tuple[Array, Array, Array]:
+            *places, values = piece.read()
+            numbers = self._numbers[places[self.axis]]
+            stay = numbers >= 0
+            places = [place[stay] for place in places]
+            places[self.axis] = numbers[stay]
+            return places[0], places[1], values[stay]
+
+        first, end = (int(at) for at in np.searchsorted(self.kept, (piece.rows, piece.cols)[self.axis]))
+        if self.axis == 0:
+            return Piece((first, end), piece.cols, read)
+        return Piece(piece.rows, (first, end), read)
+
+    def coding(self) -> Coding | None:
+        """Return how a device makes lines dense; None if entries of a line may have the same place."""
+        lines = min(len(self.line_starts) - 1, SAMPLED)
+        if lines not in self._sampled:
+            self._sampled[lines] = len(self.chosen(np.arange(lines))[1])
+        return self.coding_of(self.shape, self._sampled[lines] * self.shape[0] / max(1, lines))
+
+    def coding_of(self, shape: tuple[int, int], entries: float) -> Coding | None:
+        """Return how a device makes lines dense that have so many entries, as `SparseOperand.coding_of`."""
+        return self._matrix.coding_of(shape, entries)
+
+    def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
+        """Read the starts, the indices and the values of lines into `out`, as `entries_at` places them."""
+        found = [group[1:] for group in self._kept_lines(rows)]
+        indices, values = (np.concatenate([each[part] for each in found]) for part in (1, 2))
+        counts = np.concatenate([np.diff(each[0]) for each in found])
+        *at, size = entries_at(len(counts), len(indices), indices.itemsize, values.itemsize)
+        if size > len(out):
+            return [Fetched(rows, cols, (0, cols[0]), 0, NO_ROOM)]
+        for start, part in zip((0, *at), (np.append(0, np.cumsum(counts)), indices, values), strict=True):
+            out[start : start + part.nbytes].view(part.dtype)[:] = part
+        return [Fetched(rows, cols, (0, cols[0]), 0, size)]
+
+    def codec(self) -> str:
+        return ""
+
+    def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
+        raise ExecutionError(f"{self.name} is {self.what}, which is read-only")
+
+
+def _selected(matrix: "SparseOperand | KeptEntries", axis: int, lines: Array) -> Matrix:
+    """Return some rows or columns. Places of a line can be repeated or reordered only in dense blocks."""
+    of_lines = (axis == 0) == matrix.by_rows
+    fits = of_lines or (np.diff(lines) > 0).all()
+    return (KeptEntries if fits else KeptMatrix)(matrix, axis, lines)
+
+
+def _make_dense(
+    starts: Array, piece: Range, indices: Array, values: Array, span: tuple[Range, int], out: Array
+) -> bool:
+    """Write the dense elements of some lines with compiled code. Return whether it can, and has.
+
+    The lines have these `starts`. `indices` and `values` are those of the entries in `piece`. `span` are the
+    places in `out`, and how many places a line has. It cannot if an index is outside of its line.
+    """
+    library, kind = compiled(), _KINDS.get(values.dtype.str[1:])
+    plain = all(x.strides == (x.itemsize,) and x.dtype.isnative for x in (indices, values))
+    if library is None or kind is None or not plain or indices.dtype.str[1:] not in ("i4", "i8"):
+        return False
+    if out.strides[1] != out.itemsize or out.dtype != values.dtype:
+        return False
+    parts = indices.ctypes.data, values.ctypes.data
+    entries = _Entries(
+        starts.ctypes.data, len(starts) - 1, *piece, *parts, *span[0], span[1], indices.itemsize, kind
+    )
+    place = ctypes.c_void_p(out.ctypes.data), ctypes.c_ssize_t(out.strides[0])
+    return not library.ooc_make_dense(ctypes.byref(entries), *place)
+
+
+def _add(
+    starts: Array, piece: Range, indices: Array, values: Array, span: tuple[Range, int], out: Array
+) -> None:
+    """Add entries to `out`, the dense block of some lines. The arguments are those of `_make_dense`."""
+    places, width = span
+    if piece[0] == starts[0]:  # else the line was begun by an earlier call
+        out[...] = 0
+    counts = np.diff(np.clip(starts, *piece))
+    line = np.repeat(np.arange(len(counts)), counts)
+    if places != (0, width):
+        kept = (indices >= places[0]) & (indices < places[1])
+        line, indices, values = line[kept], indices[kept] - places[0], values[kept]
+    with np.errstate(all="ignore"):
+        np.add.at(out, (line, indices), values)
 
 
 # What the thread has read last of indices and data (`SparseOperand._part`).

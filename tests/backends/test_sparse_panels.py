@@ -89,6 +89,23 @@ def test_joined_matrices_are_placed(tmp_path: Path, place: str, axis: int) -> No
             assert found.plan.decoded == "A (csr)"
 
 
+@each_value
+@pytest.mark.parametrize("place", ["memory", "v3.zarr", "raw.zarr"])
+def test_parts_of_matrices_are_placed(tmp_path: Path, place: str) -> None:
+    x, rows, cols = (
+        stored(tmp_path, place, X, "csr"),
+        np.arange(3, 220, 2),
+        np.flatnonzero(np.arange(310) % 3),
+    )
+    for kept_rows, kept_cols in ((rows, None), (None, cols), (rows[::-1], cols)):
+        part, dense, b = oocgemm.keep(x, kept_rows, kept_cols), X, B
+        dense = dense if kept_rows is None else dense[kept_rows]
+        dense, b = (dense, B) if kept_cols is None else (dense[:, kept_cols], B[kept_cols])
+        found = on_gpu(lambda part=part, b=b: oocgemm.gemm(part, b, tile="70x40x90", **ON_GPU))
+        np.testing.assert_array_equal(found.out, dense @ b)
+        assert found.plan.decoded == "A (csr)"
+
+
 def test_several_devices_place_their_lines(tmp_path: Path) -> None:
     x, options = stored(tmp_path, "raw.zarr", X, "csr"), ON_GPU | {"devices": (0, 1)}
     found = on_gpu(lambda: oocgemm.gemm(x, B, tile="70x40x90", **options), devices=2)

@@ -16,6 +16,7 @@ import oocgemm
 from oocgemm import stores
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.stores import sparse
+from oocgemm.stores.kept import kept
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.sparse_files import FORMS, PLACES, in_memory, parts_of, stored, write
 from tests.support.suite import each_value, examples
@@ -328,3 +329,42 @@ def test_scipy_and_anndata_give_the_same(tmp_path: Path) -> None:
         np.testing.assert_array_equal(oocgemm.gemm(str(tmp_path / address), B, **ON_HOST).out, X @ B)
     backed = anndata.read_h5ad(tmp_path / "a.h5ad", backed="r")
     np.testing.assert_array_equal(oocgemm.gemm(backed.X, B, **ON_HOST).out, X @ B)
+
+
+@settings(max_examples=examples(200))
+@given(matrices(), st.integers(1, 40), st.booleans(), st.data())
+def test_any_block_of_kept_lines_is_read(
+    found: tuple[Array, str, dict[str, Array]], piece: int, python: bool, data: Any
+) -> None:
+    dense, form, parts = found
+    matrix = stores.open_matrix("X", in_memory(dense.shape, form, parts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse, "PIECE", piece)
+        if python:
+            patch.setattr(sparse, "compiled", lambda: None)
+        for axis in data.draw(st.sampled_from([(0,), (1,), (0, 1), (1, 0), (0, 0)])):
+            numbers = st.integers(0, dense.shape[axis] - 1) if dense.shape[axis] else st.nothing()
+            chosen = data.draw(st.lists(numbers, min_size=1, max_size=9)) if dense.shape[axis] else []
+            chosen = np.array(sorted(set(chosen)) if data.draw(st.booleans()) else chosen, np.int64)
+            matrix, dense = kept(matrix, axis, chosen), dense.take(chosen, axis)
+        rows, cols = (
+            tuple(sorted(data.draw(st.tuples(st.integers(0, extent), st.integers(0, extent)))))
+            for extent in dense.shape
+        )
+        out = np.full((rows[1] - rows[0], cols[1] - cols[0]), 77, dense.dtype)
+        matrix.read(rows, cols, out)
+    np.testing.assert_array_equal(out, dense[slice(*rows), slice(*cols)])
+
+
+@pytest.mark.parametrize("place", ["memory", "gzip.h5ad", "raw.zarr"])
+def test_parts_of_matrices_are_multiplied(tmp_path: Path, place: str) -> None:
+    rows, cols = np.arange(2, 80, 3), np.flatnonzero(np.arange(24) % 5)
+    for form in FORMS:
+        x, dense = stored(tmp_path, place, X, form), X[rows][:, cols]
+        part = oocgemm.keep(x, rows, cols)
+        assert isinstance(stores.open_matrix("X", part), sparse.KeptEntries)
+        np.testing.assert_array_equal(
+            oocgemm.gemm(part, B[cols], tile="16x8x8", **ON_HOST).out, dense @ B[cols]
+        )
+        found = oocgemm.gram(part, axis=1, uplo="full", tile="16x16x8", **ON_HOST).out
+        np.testing.assert_array_equal(found, dense.T @ dense)
