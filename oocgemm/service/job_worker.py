@@ -68,7 +68,7 @@ from typing import Any
 from oocgemm.errors import BudgetError, DataWarning, InputError, OocGemmError
 from oocgemm.service.confinement import restrict_to
 from oocgemm.service.job_planner import call, needs_before
-from oocgemm.service.job_spec import out_of, with_paths
+from oocgemm.service.job_spec import in_memory, out_of, with_paths
 from oocgemm.system.text import plain
 from oocgemm.system.threads import process_start
 
@@ -223,7 +223,9 @@ def _computed(
     """Call the verb of a job. Return the status of the attempt, and what the verb has returned."""
     from oocgemm.jobs.options import options_of  # this imports NumPy
 
-    options: dict[str, Any] = {"timeline": folder / TIMELINE, "resume": resume}
+    options: dict[str, Any] = {"timeline": folder / TIMELINE} | (
+        {} if in_memory(spec) else {"resume": resume}
+    )
     known, passes, begun = options_of(spec.get("verb", "gemm")), list[Any](), monotonic()
     with open(folder / TILES, "a", buffering=1) as tiles:
         result = call(

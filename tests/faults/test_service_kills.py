@@ -7,19 +7,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 
 from oocgemm.service import dispatcher
-from oocgemm.service.job_store import JobRecord, JobStore
+from oocgemm.service.job_arguments import checked
+from oocgemm.service.job_planner import call, planned
+from oocgemm.service.job_spec import out_of, with_paths
+from oocgemm.service.job_store import JobRecord, JobStore, NewJob
 from oocgemm.service.job_worker import TILES
 from oocgemm.service.protocol import FINAL, State
 from tests.support.service_server import POINTS
-from tests.support.services import product_job, product_of, store_operands
+from tests.support.services import LIMITS, TILE, product_job, product_of, store_operands
 from tests.support.suite import slow
 
 TILE_COUNT = 16
@@ -39,20 +44,23 @@ def process_with(argument: str) -> int | None:
 class Victims:
     """A server and its jobs, which are killed."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, specs: Sequence[dict[str, Any]] = ()) -> None:
+        """`specs` are the jobs that are submitted in turns, A B by default. Each is planned once."""
         self.folder, self.rng = folder, random.Random(seed)
         self.kills: Counter[str] = Counter()
         self.server: subprocess.Popen[bytes] | None = None
         store_operands(folder)
+        self.jobs = [verb_job(folder, spec) for spec in specs] or [product_job(folder, "C.npy")]
         self.store = JobStore(folder / "db")
         self.submitted = 0
 
     def submit(self, count: int) -> None:
-        first = product_job(self.folder, f"C{self.submitted}.npy")
         for number in range(self.submitted, self.submitted + count):
-            # Plans are the same, so they are made once.
-            path = str(self.folder / f"C{number}.npy")
-            values = vars(first) | {"c_path": path, "spec": first.spec | {"c": path}, "max_attempts": 1000}
+            first = self.jobs[number % len(self.jobs)]
+            place = Path(first.c_path)
+            path = str(place.with_name(f"C{number}{place.suffix}"))
+            spec = with_paths(first.spec, lambda name, old, write, new=path: new if write else old)  # type: ignore[misc]
+            values = vars(first) | {"c_path": path, "spec": spec, "max_attempts": 1000}
             self.store.submit([type(first)(**values)])
         self.submitted += count
 
@@ -149,6 +157,80 @@ class Victims:
     def close(self) -> None:
         self.close_server()
         self.store.close()
+
+
+# Jobs of which each verb returns, stores or saves its result in another way, with small tiles.
+MIXED: list[dict[str, Any]] = [
+    {"a": "A.npy", "b": "B.npy", "c": "0.npy"},
+    {"verb": "gram", "x": "A.npy", "out": "1.zarr", "options": {"uplo": "lower"}},
+    {"verb": "similarity", "e": "A.npy", "out": "2.zarr", "options": {"topk": 3}},
+    {"verb": "pca", "x": "A.npy", "k": 3, "out": "3.zarr", "options": {"tol": 0, "scores": True}},
+    {"verb": "grm", "x": "G.npy", "out": "4.zarr", "options": {"pairwise": True}},
+    {"verb": "corr", "x": "A.npy", "y": "B.npy", "out": "5.zarr", "options": {"threshold": 0.1}},
+    {"verb": "reduce", "a": "A.npy", "to": {"Reduce": {"kind": "sum"}}, "out": "6.npy"},
+    {"verb": "ld_scores", "x": "G.npy", "out": "7.npy", "options": {"window": 5, "constant": "drop"}},
+    {"verb": "lstsq", "x": "T.npy", "y": "Y.npy", "out": "8.zarr"},
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("jobs", "kills"), [(len(MIXED), 2), *slow((200, 167))])
+def test_results_of_all_verbs_are_those_of_direct_runs_if_servers_and_jobs_are_killed(
+    tmp_path: Path, jobs: int, kills: int
+) -> None:
+    rng = np.random.default_rng(7)
+    np.save(tmp_path / "G.npy", rng.integers(-1, 3, (64, 64)).astype(np.int8))
+    np.save(tmp_path / "T.npy", rng.standard_normal((64, 16)))
+    np.save(tmp_path / "Y.npy", rng.standard_normal(64))
+    victims = Victims(tmp_path, seed=jobs, specs=MIXED)
+    right = [directly(tmp_path / "direct", job.spec) for job in victims.jobs]
+    victims.submit(jobs)
+    victims.start()
+    try:
+        ended = sorted(victims.finish(kills, kills, 1700), key=lambda job: job.id)
+    finally:
+        victims.close()
+    for number, job in enumerate(ended):
+        assert job.state is State.SUCCEEDED, (job.spec, job.error)
+        found, expected = arrays_at(Path(job.c_path)), right[number % len(MIXED)]
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=f"{job.spec} {name}")
+        beside = Path(job.c_path).parent / f".{Path(job.c_path).name}.job"
+        assert not beside.exists()
+    print(jobs, dict(victims.kills))
+
+
+def verb_job(folder: Path, spec: dict[str, Any]) -> NewJob:
+    """Return a job of a spec whose paths are in a folder. Its tiles are small."""
+    tile = {"tile": TILE} if spec.get("verb") not in ("pca", "lstsq") else {}
+    options = tile | spec.get("options", {})
+    given = with_paths(spec | {"options": options}, lambda name, path, write: str(folder / path))
+    found = planned(checked(given), LIMITS, "host")
+    return NewJob(
+        owner="user", spec=found.spec, plan=found.summary, need=found.need, seconds=found.seconds,
+        c_path=out_of(found.spec),
+    )  # fmt: skip
+
+
+def directly(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the arrays of a spec's result, which its verb computes in this process."""
+    folder.mkdir(exist_ok=True)
+    place = folder / Path(out_of(spec)).name
+    found = call(with_paths(spec, lambda name, path, write: str(place) if write else path))
+    if not place.exists():
+        found.save(place) if hasattr(found, "save") else np.save(place, found)
+    return arrays_at(place)
+
+
+def arrays_at(path: Path) -> dict[str, Any]:
+    """Return the arrays of a result by name."""
+    if path.suffix == ".npy":
+        return {"": np.load(path)}
+    stored: Any = zarr.open(path, mode="r")
+    if isinstance(stored, zarr.Array):
+        return {"": stored[:]}
+    return {name: array[:] for name, array in stored.arrays()}
 
 
 def until(ready: Callable[[], bool]) -> None:
