@@ -463,7 +463,7 @@ def _body(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _operand(name: str, kind: str, value: Any) -> Any:
     """Return an operand, or another parameter of a verb, as JSON. Raises `InputError` for an array."""
-    found = None if hasattr(value, "dtype") and not hasattr(value, "mapped") else encoded(name, value)
+    found = None if not hasattr(value, "mapped") and hasattr(value, "dtype") else encoded(name, value)
     if kind in (COUNT, NUMBERS, REDUCTION) or isinstance(found, str | dict):
         return found
     raise InputError(
