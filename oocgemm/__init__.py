@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OocGemmError,
         OutOfMemoryError,
     )
+    from oocgemm.jobs.genotypes import genotypes
     from oocgemm.jobs.option_groups import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result
     from oocgemm.jobs.stats import Stats, stats
@@ -108,6 +109,7 @@ __all__ = [
     "cov",
     "distances",
     "gemm",
+    "genotypes",
     "gram",
     "grm",
     "keep",
@@ -141,6 +143,7 @@ _HOMES = {
     "backends": ("release",),
     "jobs.steps": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),
     "jobs.option_groups": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
+    "jobs.genotypes": ("genotypes",),
     "jobs.run": ("Neighbors", "Pairs", "Plan", "Result"),
     "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),

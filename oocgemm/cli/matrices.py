@@ -3,7 +3,8 @@
 A pattern, such as ``chr*.bed``, and a list of paths in a file, ``@files.txt``, stand for the matrices at
 these paths, which are joined (`oocgemm.concat`). Files of a pattern are in natural order: chr2 before chr10.
 The axes of each array are folded by ``--rows``, ``--cols`` and ``--isel`` (`oocgemm.as_matrix`). Of the
-matrix, ``--keep-rows`` and ``--keep-cols`` keep a part (`oocgemm.keep`).
+matrix, ``--keep-rows`` and ``--keep-cols`` keep a part (`oocgemm.keep`), and of .bed files ``--keep``,
+``--extract``, ``--maf`` and ``--chromosomes`` (`oocgemm.genotypes`).
 """
 
 import glob
@@ -31,6 +32,7 @@ def viewed(
     keep_rows: str | None,
     keep_cols: str | None,
     shown: bool = True,
+    **filters: Any,
 ) -> Any:
     """Return the operand for what was given on the command line. Raises `InputError`.
 
@@ -46,6 +48,15 @@ def viewed(
         if shown:
             print_note(f"{name} has {len(paths)} parts, joined along axis {axis}: {', '.join(paths)}")
         found = join(parts, axis)
+    if any(value is not None for value in filters.values()):
+        from oocgemm.jobs.genotypes import genotypes
+
+        if not is_bed(paths[0]):
+            named = ", ".join(f"--{name}" for name, value in filters.items() if value is not None)
+            raise InputError(
+                f"{name} at {paths[0]} is no .bed file, and {named} are filters of these: drop them"
+            )
+        found = genotypes(found, **filters)
     return found if keep_rows is keep_cols is None else keep(found, keep_rows, keep_cols)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, cast
 
@@ -141,7 +141,9 @@ def verb_command(verb: str, *operands: str, **more: Any) -> Callable[[Callable[.
 
     def make(function: Callable[..., Any]) -> click.Command:
         made: click.Command = click.command(**more)(
-            taking(*arguments, verb_options(verb), views(operands[0]), JSON, QUIET)(function)
+            taking(*arguments, verb_options(verb), views(operands[0], without=options_of(verb)), JSON, QUIET)(
+                function
+            )
         )
         return made
 
@@ -150,12 +152,24 @@ def verb_command(verb: str, *operands: str, **more: Any) -> Callable[[Callable[.
 
 # The options that make a matrix of an operand.
 _VIEWS = ("rows", "cols", "isel", "concat", "keep_rows", "keep_cols")
+# The options that are filters of .bed files: name, word for the value, type, and help.
+FILTERS: tuple[tuple[str, str, Any, str], ...] = (
+    (
+        "keep",
+        "FILE",
+        str,
+        "Keep only these individuals of .bed files{}: lines with a family and an individual ID",
+    ),
+    ("extract", "FILE", str, "Keep only these variants of .bed files{}: one variant ID per line"),
+    ("maf", "X", float, "Keep only variants of .bed files{} whose rarer allele has at least this frequency"),
+    ("chromosomes", "NAMES", str, "Keep only variants of .bed files{} on these chromosomes, such as 1-22,X"),
+)
 
 
-def views(*operands: str) -> Callable[[F], F]:
+def views(*operands: str, without: Collection[str] = ()) -> Callable[[F], F]:
     """Return a decorator that adds options which make matrices of operands (`oocgemm.cli.matrices`).
 
-    With several operands, the name of each is part of the options for it.
+    With several operands, the name of each is part of the options for it. Options in `without` are left out.
     """
     several = len(operands) > 1
 
@@ -195,6 +209,11 @@ def views(*operands: str) -> Callable[[F], F]:
                 )
                 for lines, what in (("rows", "rows"), ("cols", "columns"))
             ),
+            *(
+                click.option(f"--{prefix}{name}", metavar=metavar, type=kind, help=f"{text.format(of)}.")
+                for name, metavar, kind, text in FILTERS
+                if name not in without
+            ),
         ]
 
     def add(function: F) -> F:
@@ -205,7 +224,8 @@ def views(*operands: str) -> Callable[[F], F]:
             shown = not (options.get("quiet") or options["as_json"])
             for operand in operands:
                 prefix = f"{operand}_" if several else ""
-                given = {name: options.pop(f"{prefix}{name}") for name in _VIEWS}
+                names = (*_VIEWS, *(name for name, *_ in FILTERS if name not in without))
+                given = {name: options.pop(f"{prefix}{name}") for name in names}
                 options[operand] = viewed(operand.upper(), options[operand], shown=shown, **given)
             return function(**options)
 

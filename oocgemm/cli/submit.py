@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from oocgemm.cli.parameters import Place, option, transposes, views
+from oocgemm.cli.parameters import FILTERS, Place, option, transposes, views
 from oocgemm.cli.process import JSON, F, print_json, taking
 from oocgemm.cli.queue import SERVICE, Deadline, JobId, find, finish, wait_for
 from oocgemm.jobs.support import COUNT, OPERAND, OPTIONAL, OUT, VERBS
@@ -129,9 +129,11 @@ def submitting(verb: str) -> click.Command:
     def command(**options: Any) -> None:
         _submit(verb, **options)
 
+    # The filters would read .bed files here, and only the service knows where they are.
+    shown = views(*operands, without=[name for name, *_ in FILTERS])
     return click.command(
         called.rpartition(" ")[2], help=_help(verb, called), cls=_Submit if verb == "gemm" else None
-    )(taking(*options, *_JOB, SERVICE, JSON, views(*operands))(command))
+    )(taking(*options, *_JOB, SERVICE, JSON, shown)(command))
 
 
 def _help(verb: str, called: str) -> str:

@@ -62,6 +62,8 @@ def test_submit_takes_all_options_of_run_that_a_job_takes(stub: Stub) -> None:
 
     outside = "--backend --device --devices --quiet --resume --timeline --workers"
     # Jobs take no arrays of object stores.
+    # Filters read the files before a job is submitted.
+    outside += "".join(f" --{x}-{what}" for x in "ab" for what in ("keep", "extract", "maf", "chromosomes"))
     outside += " --scheduler --scheduler-file --requests"
     assert options("run") - options("submit") == set(outside.split())
 
