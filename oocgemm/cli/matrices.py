@@ -52,10 +52,8 @@ def viewed(
         from oocgemm.jobs.genotypes import genotypes
 
         if not is_bed(paths[0]):
-            named = ", ".join(f"--{name}" for name, value in filters.items() if value is not None)
-            raise InputError(
-                f"{name} at {paths[0]} is no .bed file, and {named} are filters of these: drop them"
-            )
+            named = ", ".join(each for each, value in filters.items() if value is not None)
+            raise InputError(f"{name}: {paths[0]} is no .bed file, which {named} would filter: drop {named}")
         found = genotypes(found, **filters)
     return found if keep_rows is keep_cols is None else keep(found, keep_rows, keep_cols)
 
