@@ -136,7 +136,7 @@ struct ooc_block {
    * first error. */
   int error;
   int issued;        /* whether all copies have been issued, and the end recorded */
-  int64_t issued_at; /* when the first copy was issued, in nanoseconds of the monotonic clock */
+  int64_t started_at; /* when its start was recorded, in nanoseconds of the monotonic clock */
   size_t cut, taken, inside, unfinished;
   struct ooc_block *next;
 };

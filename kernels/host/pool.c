@@ -229,13 +229,7 @@ static int copy(struct lane *lane, struct ooc_block *block, const struct ooc_pie
   void *stream = lane->given.stream;
   uint64_t there = block->device + piece->row * block->row_bytes + piece->at;
   uint64_t here = (uintptr_t)lane->given.memory + lane->at;
-  int error = 0;
-  if (piece->row == 0 && piece->at == 0) {
-    block->issued_at = now();
-    error = pool->driver.record(block->start, stream);
-  }
-  if (error)
-    return error;
+  int error;
   if (piece->size == block->row_bytes || piece->rows == 1) {
     error = pool->uploads ? pool->driver.copy(there, here, size, stream) : pool->driver.copy(here, there, size, stream);
   } else {
@@ -254,6 +248,14 @@ static int copy(struct lane *lane, struct ooc_block *block, const struct ooc_pie
   return error;
 }
 
+/* Records the start of a block: of the first move to upload, and of the first copy to download. */
+static int begin(struct lane *lane, struct ooc_block *block, const struct ooc_piece *piece) {
+  if (piece->row || piece->at)
+    return 0;
+  block->started_at = now();
+  return lane->pool->driver.record(block->start, lane->given.stream);
+}
+
 /* Copies a piece by the means of a lane; to download, up to where its copy is issued. */
 static void handle(struct lane *lane, struct ooc_block *block, const struct ooc_piece *piece) {
   struct ooc_pool *pool = lane->pool;
@@ -261,6 +263,8 @@ static void handle(struct lane *lane, struct ooc_block *block, const struct ooc_
   bool issued = false;
   if (!has_failed(pool, block)) {
     int error = place(lane, size);
+    if (!error)
+      error = begin(lane, block, piece);
     if (!error && pool->uploads)
       error = -block->move(block->place, piece, lane->given.memory + lane->at, lane->cached);
     if (!error)
@@ -389,7 +393,7 @@ struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int up
 
 void ooc_begin(struct ooc_pool *pool, struct ooc_block *block) {
   block->error = block->issued = 0;
-  block->issued_at = 0;
+  block->started_at = 0;
   block->cut = block->taken = block->inside = 0;
   block->unfinished = block->bytes + 1;
   block->next = NULL;

@@ -46,17 +46,18 @@ class CopiedBlock(ctypes.Structure):
 
     Attributes:
         error: a status of the driver if positive, an errno if negative, 0 if nothing has failed.
-        issued_at: when the first copy was issued, in nanoseconds of `perf_counter_ns`.
+        started_at: when the first piece to upload was moved, or the first copy to download was issued, in
+            nanoseconds of `perf_counter_ns`.
     """
 
     _fields_ = (
         *(("move", _AT), ("place", _AT), ("pieces", _AT), ("bytes", _SIZE)),
         *(("device", ctypes.c_uint64), ("row_bytes", _SIZE), ("waits", _AT), ("wait_count", _SIZE)),
-        *(("start", _AT), ("end", _AT), ("error", _INT), ("issued", _INT), ("issued_at", ctypes.c_int64)),
+        *(("start", _AT), ("end", _AT), ("error", _INT), ("issued", _INT), ("started_at", ctypes.c_int64)),
         *(("cut", _SIZE), ("taken", _SIZE), ("inside", _SIZE), ("unfinished", _SIZE), ("next", _AT)),
     )
     error: int
-    issued_at: int
+    started_at: int
     owned: tuple[object, ...]  # the objects to which the addresses in this block point
 
 

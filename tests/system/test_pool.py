@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def copy(made: Pool, library: Any, blocks: Sequence[Copied], waits: Sequence[int
         made.wait_issued(each.block)
         made.wait_finished(each.block)
         assert each.block.error == 0
-        assert each.block.issued_at > 0
+        assert each.block.started_at > 0
         assert library.fake_recordings(ctypes.c_void_p(START + i)) == 1
         library.fake_wait(ctypes.c_void_p(END + i))  # the end comes after the last copy
         each.check()
@@ -130,6 +131,25 @@ def test_blocks_of_any_shape_are_copied(
     library, cut = driver(seed), (height, width) if uploads is None else None
     with pool(library, lanes, size, uploads=uploads is not False) as made:
         copy(made, library, [Copied(rows, row, gap, cut, uploads=uploads is not False)])
+
+
+def test_an_upload_starts_when_its_first_piece_is_moved() -> None:
+    library, moved, started = driver(), list[int](), list[int]()
+
+    def move(*_: object) -> int:
+        started.append(library.fake_recordings(ctypes.c_void_p(START)))
+        moved.append(perf_counter_ns())
+        return 0
+
+    copied = Copied(8, 64, cut=(2, 64), uploads=True)
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+    called = kind(move)
+    copied.block.move = ctypes.cast(called, ctypes.c_void_p)
+    with pool(library, lanes=1, uploads=True) as made:
+        begin(made, copied.block)
+        made.wait_finished(copied.block)
+    assert 0 < copied.block.started_at <= moved[0]
+    assert started == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("uploads", [True, False])

@@ -369,7 +369,7 @@ class PooledCopying:
         self._pool.wait_issued(self._block)
         if self._uploads or self._block.error:
             self._finish()
-        return Work(self._start, self._block.issued_at, self.end, self._finish)
+        return Work(self._start, self._block.started_at, self.end, self._finish)
 
     def _finish(self) -> None:
         self._pool.wait_finished(self._block)
