@@ -26,6 +26,7 @@ from oocgemm.jobs.pairs import Scaled, sort_candidates, squared_distances
 from oocgemm.jobs.request import Request, Selection
 from oocgemm.jobs.run import Result
 from oocgemm.jobs.stats import inverse_norms
+from oocgemm.jobs.steps import Cosines
 from oocgemm.jobs.transforming import memory_of, readable
 from oocgemm.planning import DTYPES, GemmProblem
 from oocgemm.stores import Array, Collecting, Matrix
@@ -61,7 +62,7 @@ class WideRows(NamedTuple):
 class Search:
     """The search that a request describes: for `topk` rows, or with `radius` for all rows that are so near.
 
-    The epilogue of the request makes scores of products: squared distances times -1, or cosines.
+    The scores of the request are squared distances times -1, or cosines.
     """
 
     def __init__(self, request: Request, into: Selection, metric: str, radius: float | None) -> None:
@@ -166,7 +167,8 @@ class Search:
             request,
             a=replace(request.a, transform=cast, kept=rows),
             b=replace(request.b, transform=cast),
-            into=replace(into, topk=count, same=False, excludes_self=False),
+            into=replace(into, topk=count, same=False, excludes_self=False, cosine=False),
+            epilogue=(Cosines(),) if into.cosine else request.epilogue,
             compute="native",
             timeline=None,
             tile=None,

@@ -16,7 +16,7 @@ from oocgemm.jobs.options import NeighborsArguments, check_choices, documented
 from oocgemm.jobs.request import Selection
 from oocgemm.jobs.run import Plan, Result, plan_request
 from oocgemm.jobs.stats import keeping
-from oocgemm.jobs.steps import Cosines, Distance, Scale
+from oocgemm.jobs.steps import AnyStep, Cosines, Distance, Scale
 from oocgemm.values import dataclass
 from oocgemm.verbs.similarity import between, check_options, selection_of
 
@@ -108,8 +108,10 @@ def neighbors(
     same = y is None
     names = ("X", "X" if same else "Y")
     into = Selection(chosen.topk, excludes_self=exclude_self and same, names=names, same=same)
-    step = Cosines() if metric == "cosine" else Distance(-1.0)
-    given = {**options, "epilogue": (step,)}
+    steps: tuple[AnyStep, ...] = (Cosines(),) if metric == "cosine" else (Distance(-1.0),)
+    if same and metric == "cosine":
+        into, steps = replace(into, cosine=True), ()
+    given = {**options, "epilogue": steps}
     request = between(("X", x), (names[1], x if y is None else y), None, 0, into, given)
     request = request.with_operands(impute=True)
     search: Search | CountedSearch = Search(request, into, metric, radius)
