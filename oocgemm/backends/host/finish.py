@@ -106,7 +106,8 @@ def run_chain(
         here = slice(top, top + height)
         with np.errstate(all="ignore"):
             c = sums[here].astype(np.float64)
-            c *= alpha
+            if alpha != 1:
+                c *= alpha
             combines = c.ndim == 3
             if combines:
                 c = _COMBINED[steps[0].kind](steps[0].value, *c.swapaxes(0, 1))
@@ -159,33 +160,30 @@ def _changed(
             c *= step.value * u * v
             np.clip(c, -1, 1, out=c)  # keeps NaN
         case "gaussian":
-            c *= -2
-            c += u
-            c += v
+            c = _apart(c, u, v)
             np.maximum(c, 0, out=c)  # keeps NaN
             c *= -step.value
             # The exponential is that of the dtype of the sums, as on a GPU.
             c = np.exp(c.astype(np.float32 if summed == np.float32 else np.float64))
             c = c.astype(np.float64, copy=False)
         case "distance":
-            c *= -2
-            c += u
-            c += v
+            c = _apart(c, u, v)
             np.maximum(c, 0, out=c)  # keeps NaN
-            c *= step.value
+            if step.value != 1:
+                c *= step.value
         case "jaccard":
             either = u + v - c
             c = either - c
             c /= np.where(either == 0, 1, either)
         case "hamming":
-            c *= -2
-            c += u
-            c += v
+            c = _apart(c, u, v)
             c /= step.value
         case "root":
             np.sqrt(c, out=c)
         case "identical":
-            c[(u == v) & ~np.isnan(c)] = step.value
+            same = np.equal(u, v)
+            if same.any():
+                c[same & ~np.isnan(c)] = step.value
         case "squared":
             c *= c
             c -= step.value * (1 - c)
@@ -193,6 +191,14 @@ def _changed(
             c[~(u <= v)] = np.nan if step.value else 0
         case _:
             raise AssertionError(f"{step} is unknown")
+    return c
+
+
+def _apart(c: Array, u: Array | float, v: Array | float) -> Array:
+    """Return u + v - 2 c, in place of c."""
+    c *= -2
+    c += u
+    c += v
     return c
 
 
