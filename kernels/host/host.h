@@ -94,6 +94,28 @@ void ooc_add_distances(const struct ooc_pairs *pairs, double *sums, size_t threa
  * Returns 0 or ENOMEM. */
 int ooc_sort_candidates(double *distances, int64_t *indices, size_t rows, size_t count, size_t threads);
 
+/* A step of an epilogue (oocgemm/planning/sinks.py). Its numbers per row and per column of C may be NULL, for 1. */
+enum { OOC_SCALE, OOC_RANK_ONE, OOC_CORRELATION, OOC_SQUARED, OOC_WITHIN };
+struct ooc_step {
+  size_t kind;
+  const double *rows, *cols;
+  double value;
+};
+
+/* A strip of C, whose elements follow one another row by row: alpha times `sums`, and what the steps make of it. Both
+ * are float, or double if the flags are set. They may be the same array. */
+struct ooc_chain {
+  const void *sums;
+  void *result;
+  size_t sums_double, result_double, height, width;
+  double alpha;
+  const struct ooc_step *steps;
+  size_t count;
+};
+
+/* Computes the result in double precision, by at most `threads` threads. */
+void ooc_run_chain(const struct ooc_chain *chain, size_t threads);
+
 /* CUDA's struct CUDA_MEMCPY2D: a copy of `height` rows of `width` bytes. */
 struct ooc_end {
   size_t x, y;

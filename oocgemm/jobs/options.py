@@ -535,6 +535,16 @@ class LdScoresArguments(_Windows, SimilarityOptions, total=False):
 class LdArguments(_Windows, SimilarityOptions, total=False):
     """All options of `oocgemm.ld`."""
 
+    pairwise: Annotated[
+        bool,
+        Option(
+            "Compute r of two variants from the individuals that are known at both, as plink does. Leave out "
+            "pairs whose r is not defined.",
+            "Missing are NaN, missing genotypes of a .bed file, and what the operand declares. By default, "
+            "missing genotypes of a .bed file are replaced by the means of their variants.",
+            False,
+        ),
+    ]
     out: Annotated[
         PathLike | None,
         Option(

@@ -667,8 +667,9 @@ def _means_and_factors(
 
     Raises `InputError` if a row has equal elements.
     """
-    axis = int(problem.trans_a.swaps)
-    found = stats_of(a, 1 - axis, Transform(), memory, extremes=False, sweep=sweep)
+    axis, chain = int(problem.trans_a.swaps), chain_of(a)
+    a = a if chain is None or chain.steps else chain.source
+    found = stats_of(a, 1 - axis, Transform(), memory, sweep=sweep)
     if (lines := found.variance == 0).any():
         raise undefined(a, axis, lines)
     return found.mean, 1 / np.sqrt(found.count * found.variance)

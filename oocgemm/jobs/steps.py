@@ -250,7 +250,7 @@ def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> Gemm
     _check(problem, given)
     steps = [step for step in given if not isinstance(step, Cast)]
     last = given[-1]
-    dtype = problem.c_dtype
+    dtype = "float64" if isinstance(steps[0], Pearson) else problem.c_dtype
     if isinstance(last, Cast):
         dtype = _cast(last)
     elif casts and problem.exact:

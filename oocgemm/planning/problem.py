@@ -447,7 +447,7 @@ class GemmProblem:
         real = self.acc_dtype in ("float32", "float64")
         same = self.b.shares and self.cover.halves
         kept = self.sink.stores_c and self.c_dtype in ("float32", "float64")
-        return same and real and kept and not (self.planes or self.checked)
+        return same and real and kept and not (self.planes or self.checked or self.terms.count > 1)
 
     @property
     def finish_slots(self) -> int:

@@ -453,17 +453,19 @@ class SparseMatrix(InProcess):
         if self._scales is not None:
             scores = data * (self._scales[slice(*rows), None] * self._scales[slice(*cols)])
             np.clip(scores, -1, 1, out=scores)  # keeps NaN
-        bound = self.dtype.type(self._rule.threshold)
-        kept = (np.abs(scores) if self._rule.absolute else scores) >= bound
+        bound, scores = self.dtype.type(self._rule.threshold), np.ascontiguousarray(scores)
+        kept = np.flatnonzero((np.abs(scores) if self._rule.absolute else scores) >= bound)
+        at, columns = np.divmod(kept, cols[1] - cols[0])
         if cols[1] > rows[0]:
-            across, down = np.arange(*cols), np.arange(*rows)[:, None]
+            right = columns + (cols[0] - rows[0]) - at  # 0 on the diagonal
             if self._rule.symmetric:
-                kept &= across <= down - self._rule.excludes_self
+                inside = right <= -self._rule.excludes_self
+                at, columns, kept = at[inside], columns[inside], kept[inside]
             elif self._rule.excludes_self:
-                kept &= across != down
-        at, columns = np.nonzero(kept)
+                inside = right != 0
+                at, columns, kept = at[inside], columns[inside], kept[inside]
         counts = np.bincount(at, minlength=rows[1] - rows[0])
-        self._add(_Part(rows, cols, counts, columns + cols[0], scores[at, columns]), len(columns))
+        self._add(_Part(rows, cols, counts, columns + cols[0], scores.ravel()[kept]), len(columns))
 
     def put(self, rows: Range, cols: Range, segments: Array, elements: Array) -> None:
         """Keep the elements of a block that a device has found (`oocgemm.backends.base.SEGMENTS`)."""

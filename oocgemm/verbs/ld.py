@@ -14,14 +14,17 @@ from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
 from oocgemm.jobs.options import LdArguments, documented
 from oocgemm.jobs.request import Selection
 from oocgemm.jobs.run import Plan, Result, outcome
-from oocgemm.jobs.steps import AnyStep
+from oocgemm.jobs.steps import AnyStep, Coefficients
 from oocgemm.jobs.windows import band_of, within
 from oocgemm.stores import Collecting
 from oocgemm.stores.transformed import multiplied_dtype
 from oocgemm.stores.zarr_matrix import check_free, save_sparse
 from oocgemm.values import dataclass
-from oocgemm.verbs.ld_scores import near
 from oocgemm.verbs.similarity import check_options
+from oocgemm.verbs.variants import near
+
+# Bound on the relative error of r that is computed in float64 from exact sums.
+ROUNDING = 2.0**-40
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,7 @@ def ld(
     min_r2: float = 0.0,
     axis: int = 1,
     constant: str = "raise",
+    pairwise: bool = False,
     out: PathLike | None = None,
     dry_run: bool = False,
     **options: Unpack[SimilarityOptions],
@@ -110,9 +114,12 @@ def ld(
     if place is not None and not dry_run:
         check_free(place)
     where = {"window": window, "unit": unit, "positions": positions, "chromosomes": chromosomes}
-    request, coefficients, firsts = near(x, axis, constant, where, dict[str, Any](options), dry_run=dry_run)
-    into = Selection(threshold=sqrt(min_r2), absolute=True, names=("X", "X"), band=band_of(firsts))
-    steps: tuple[AnyStep, ...] = coefficients, *within(firsts, both=False)
+    given = dict[str, Any](options)
+    request, r_step, firsts = near(x, axis, constant, where, given, dry_run=dry_run, pairwise=pairwise)
+    # Coefficients of standardized variants near the threshold are computed again.
+    least = sqrt(min_r2) * (1 if isinstance(r_step, Coefficients) else 1 - ROUNDING)
+    into = Selection(threshold=least, absolute=True, names=("X", "X"), band=band_of(firsts))
+    steps: tuple[AnyStep, ...] = r_step, *within(firsts, both=False)
     matrix = stores.open_matrix("X", stores.located("X", x), decode=False)
     count, wide = matrix.shape[axis], multiplied_dtype(matrix.dtype).itemsize == 8
 

@@ -8,20 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm import stores
-from oocgemm.backends import resolve
 from oocgemm.errors import InputError
 from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
-from oocgemm.jobs.options import LdScoresArguments, check_choices, documented
-from oocgemm.jobs.request import Reduction, Request, parse_gram
+from oocgemm.jobs.options import LdScoresArguments, documented
+from oocgemm.jobs.request import Reduction
 from oocgemm.jobs.run import Plan, Result, outcome
-from oocgemm.jobs.steps import AnyStep, Coefficients, Correlation, Pearson, Squared
-from oocgemm.jobs.transforming import gaps, memory_of
-from oocgemm.jobs.windows import band_of, places, within
-from oocgemm.stores import Array, Genotypes, Matrix
-from oocgemm.stores.transformed import multiplied_dtype
+from oocgemm.jobs.steps import AnyStep, Squared
+from oocgemm.jobs.windows import band_of, within
 from oocgemm.values import dataclass
-from oocgemm.verbs.correlation import with_constant
 from oocgemm.verbs.similarity import check_options
+from oocgemm.verbs.variants import near
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,35 +104,3 @@ def ld_scores(
         return LDScores(scores, replace(result, c=None))
 
     return outcome(replace(request, into=into, epilogue=steps), scored, dry_run=dry_run)
-
-
-def near(
-    x: Operand, axis: int, constant: str, where: dict[str, Any], options: dict[str, Any], *, dry_run: bool
-) -> tuple[Request, Correlation, Array]:
-    """Return a request of products of variants, the step that makes them correlations, and first variants.
-
-    There is a number for each variant: that of the first one near it. Only used variants count. `where` has
-    the options of the window. A dry run reads no genotypes, so that all variants are used.
-    """
-    check_choices("ld_scores", constant=constant, unit=where["unit"])
-    request = parse_gram(x, None, axis, "full", options)  # type: ignore[arg-type]
-    matrix = stores.open_matrix("X", stores.located("X", x), decode=request.decode)
-    found = places(matrix, axis, **where)
-    request = request.with_operands(standardize="scale", impute=True)
-    if not dry_run:
-        request = with_constant(request, constant)
-    first: Correlation = Coefficients()
-    if matrix.shape[1 - axis] and _multiplies_integers(request, matrix, dry_run=dry_run):
-        request, first = request.with_operands(standardize=""), Pearson()
-    return request, first, found.kept(request.a.kept).firsts()
-
-
-def _multiplies_integers(request: Request, matrix: Matrix, *, dry_run: bool) -> bool:
-    """Return whether genotypes are multiplied as they are: int8 on a GPU, if none is replaced.
-
-    There, these products are exact, and several times as fast as those of float32.
-    """
-    plain = request.a.transform is None and request.compute == "native" and request.decode
-    if not plain or multiplied_dtype(matrix.dtype) != np.int8 or resolve(request.where.backend) != "cuda":
-        return False
-    return dry_run or not isinstance(matrix, Genotypes) or gaps(matrix, memory_of(request)) is None

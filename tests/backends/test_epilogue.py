@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale, Transform
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.host.finish import reduce_rows, run_chain
+from oocgemm.backends.host import finish
+from oocgemm.backends.host.finish import COMPILED, reduce_rows, run_chain, run_compiled
 from oocgemm.errors import InputError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.launches import ChainNumbers, chain_grid, chain_options, reduce_grid, reduce_options
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.sinks import MAX_STEPS, REDUCTIONS, STEPS, Step
+from oocgemm.system import installed
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
 from tests.support.native import launcher
@@ -397,6 +399,30 @@ def test_the_cuda_kernel_gives_the_numbers_of_numpy(dtype: str, name: str) -> No
             c_void_p(found.ctypes.data),
         )
         np.testing.assert_allclose(found, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(installed.compiled() is None, reason="the host code is not compiled")
+@pytest.mark.parametrize("kinds", [*COMPILED, COMPILED])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float64", "float32"), ("float32", "float64")])
+def test_compiled_code_gives_the_bits_of_numpy(
+    kinds: Any, dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    for shape in ((1, 1), (7, 2530), (300, 257), (0, 3)):
+        sums = (3 * RNG.standard_normal(shape)).astype(dtypes[0])
+        sums[:1, :1] = np.nan
+        for rows, cols, value in ((True, True, 0.3), (False, True, 0.0), (True, False, -1.5)):
+            steps = [Step(kind, rows, cols, value) for kind in kinds]
+            numbers = [
+                (RNG.random(shape[0]) if rows else None, RNG.random(shape[1]) if cols else None)
+                for _ in kinds
+            ]
+            found, right = (np.empty(shape, dtypes[1]) for _ in range(2))
+            assert run_compiled(steps, numbers, sums, 0.7, found)
+            with monkeypatch.context() as patch:
+                patch.setattr(finish, "compiled", lambda: None)
+                run_chain(steps, numbers, sums, (0.7, 0.0), right, reads=False)
+            np.testing.assert_array_equal(found, right)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")

@@ -157,6 +157,51 @@ def test_equal_genotypes_are_refused_on_a_gpu() -> None:
         oocgemm.ld(x, window=4, backend="cuda", kernel="cublas")
 
 
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+def test_perfectly_correlated_variants_are_kept(backend: str) -> None:
+    x = np.repeat(RNG.integers(0, 3, (53, 20)).astype(np.int8), 3, axis=1)
+    x[:, 1::3] = 2 - x[:, 1::3]
+    with fake_cuda():
+        found = oocgemm.ld(x, window=2, min_r2=1.0, backend=backend, verify=True)
+    assert np.diff(found.indptr).tolist() == [2, 1, 0] * 20
+    assert found.r.tolist() == [-1, 1, -1] * 20
+
+
+@pytest.mark.parametrize("kind", ["int8", "float32"])
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+def test_other_elements_than_genotypes_are_compared(backend: str, kind: str) -> None:
+    x = (
+        (RNG.integers(-127, 128, (1500, 30)) + 20 * RNG.integers(-3, 4, (1500, 1)))
+        .clip(-127, 127)
+        .astype(kind)
+    )
+    with fake_cuda():
+        found = oocgemm.ld(x, window=30, min_r2=0.01, backend=backend, verify=True)
+    r = coefficients(x)
+    wanted = near(np.zeros(30), np.arange(30), 30) & (r * r >= 0.01)
+    np.testing.assert_allclose(dense(found), np.where(wanted, r, np.nan), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+def test_pairs_are_compared_by_the_individuals_that_both_know(backend: str, tmp_path: Path) -> None:
+    x = RNG.integers(-1, 3, (40, 30)).astype(np.int8)
+    x[:, 4] = np.where(np.arange(40) < 3, [0, 1, -1][0], -1)
+    r = np.full((30, 30), np.nan)
+    for i, j in np.ndindex(30, 30):
+        both = (x[:, i] >= 0) & (x[:, j] >= 0)
+        pair = x[both][:, [i, j]].astype(float)
+        if len(pair) and (pair.std(axis=0) > 0).all():
+            r[i, j] = np.corrcoef(pair.T)[0, 1]
+    wanted = near(np.zeros(30), np.arange(30), 9) & (r * r >= 0.02)
+    nan = np.where(x < 0, np.nan, x).astype(np.float32)
+    for operand in (str(write_bed(tmp_path / "x.bed", x)), nan):
+        with fake_cuda():
+            found = oocgemm.ld(operand, window=9, min_r2=0.02, pairwise=True, backend=backend)
+        np.testing.assert_allclose(dense(found), np.where(wanted, r, np.nan), atol=1e-6)
+    with pytest.raises(oocgemm.InputError, match="'drop' is about whole variants"):
+        oocgemm.ld(nan, window=9, pairwise=True, constant="drop", backend="host")
+
+
 def test_only_tiles_with_a_pair_in_the_window_are_computed() -> None:
     x, positions = np.zeros((20, 640)), np.arange(640) * 10
     positions[320:] += 10**9

@@ -5,6 +5,7 @@
 - A `Keeper` updates what is kept of the rows of C, one class per sink (`oocgemm.planning.sinks`).
 """
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -13,7 +14,7 @@ from math import prod
 import numpy as np
 
 from oocgemm.backends.base import Array, Finishing, Numbers, too_large
-from oocgemm.backends.host.blas import gemm
+from oocgemm.backends.host.blas import gemm, threads
 from oocgemm.backends.host.selection import in_dtype, select
 from oocgemm.planning import GemmProblem, Op, Operation
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
@@ -24,6 +25,7 @@ from oocgemm.planning.schedule.operations import mirrored_columns
 from oocgemm.planning.sinks import Applied, Largest, Reduced, Sink, Step
 from oocgemm.planning.tiling import length
 from oocgemm.stores.transformed import apply
+from oocgemm.system.installed import compiled
 
 
 def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Array) -> None:
@@ -66,6 +68,54 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
             old[...] = value
 
 
+# Steps of compiled code, by their numbers in kernels/host/host.h.
+COMPILED = ("scale", "rank_one", "correlation", "squared", "within")
+
+
+class _CompiledStep(ctypes.Structure):
+    """struct ooc_step of kernels/host/host.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_size_t),
+        *((name, ctypes.c_void_p) for name in ("rows", "cols")),
+        ("value", ctypes.c_double),
+    )
+
+
+class _CompiledChain(ctypes.Structure):
+    """struct ooc_chain of kernels/host/host.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("sums", "result")),
+        *((name, ctypes.c_size_t) for name in ("sums_double", "result_double", "height", "width")),
+        ("alpha", ctypes.c_double),
+        ("steps", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+    )
+
+
+def run_compiled(
+    steps: Sequence[Step], numbers: Sequence[Numbers], sums: Array, alpha: float, result: Array
+) -> bool:
+    """Apply a chain by compiled code, with the same bits. Return False if NumPy must do it (`run_chain`)."""
+    library, arrays = compiled(), (sums, result)
+    known = all(x.dtype in (np.float32, np.float64) and x.flags.c_contiguous for x in arrays)
+    if library is None or not known or any(step.kind not in COMPILED for step in steps):
+        return False
+    given = [[None if x is None else np.ascontiguousarray(x, np.float64) for x in pair] for pair in numbers]
+    addresses = ((None if x is None else x.ctypes.data for x in pair) for pair in given)
+    every = (
+        _CompiledStep(COMPILED.index(step.kind), *pair, step.value)
+        for step, pair in zip(steps, addresses, strict=True)
+    )
+    chain = (_CompiledStep * len(steps))(*every)
+    places = (x.ctypes.data for x in arrays)
+    wide = (x.dtype == np.float64 for x in arrays)
+    found = _CompiledChain(*places, *wide, *sums.shape, alpha, ctypes.addressof(chain), len(steps))
+    library.ooc_run_chain(ctypes.byref(found), ctypes.c_size_t(threads()))
+    return True
+
+
 # Elements that are changed at once. Their temporary arrays fit into a CPU cache.
 PIECE = 1 << 15
 
@@ -101,6 +151,8 @@ def run_chain(
         reads: whether `result` contains the further matrix D or the old C.
     """
     alpha, beta = scalars
+    if not reads and run_compiled(steps, numbers, sums, alpha, result):
+        return
     height = max(1, PIECE // max(1, prod(sums.shape[1:])))
     for top in range(0, len(sums), height):
         here = slice(top, top + height)
@@ -188,7 +240,7 @@ def _changed(
             c *= c
             c -= step.value * (1 - c)
         case "within":
-            c[~(u <= v)] = np.nan if step.value else 0
+            np.copyto(c, np.nan if step.value else 0, where=~np.asarray(u <= v))
         case _:
             raise AssertionError(f"{step} is unknown")
     return c
