@@ -159,9 +159,14 @@ def ld(x: str, out: str, scores: str | None, **options: Any) -> None:
         check_saving(out, x, None)
         if scores is not None:
             Destination.parse(scores).check_place(lambda: 0)
+    if scores is not None and options["pairwise"]:
+        raise click.UsageError(
+            "--pairwise leaves missing genotypes out, and --scores replaces them by means: drop one of them"
+        )
     run_product(partial(oocgemm.ld, x), out, (x,), **options)
     if scores is not None and not options["dry_run"]:
-        others = {name: value for name, value in options.items() if name not in ("min_r2", "timeline")}
+        own = ("min_r2", "pairwise", "timeline")
+        others = {name: value for name, value in options.items() if name not in own}
         others |= {"as_json": False, "quiet": True}
         run_product(partial(oocgemm.ld_scores, x), scores, (x,), **others)
 

@@ -42,9 +42,13 @@ class Places:
         """Return for each variant the number of the first variant that is near it. They do not decrease."""
         count = len(self.chromosomes)
         found, own = np.empty(count, np.int64), np.arange(count)
+        if self.positions is None:
+            starts = np.flatnonzero(np.diff(self.chromosomes, prepend=-1))
+            first = np.repeat(starts, np.diff(starts, append=count))
+            return np.maximum(first, own - int(min(self.window, count)))
         cuts = np.flatnonzero(np.diff(self.chromosomes, prepend=-1, append=-1))
         for start, stop in pairwise(cuts):
-            at = (own if self.positions is None else self.positions)[start:stop]
+            at = self.positions[start:stop]
             first = np.searchsorted(at, at - self.window)
             # The difference of two positions decides, and at - window may have been rounded.
             last = own[: stop - start]

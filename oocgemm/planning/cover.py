@@ -304,7 +304,8 @@ class Windows(Band):
 
     def extent(self, n: int) -> int:
         """Return the mean number of elements of a row."""
-        return min(n, -(-self.elements(n, n) // max(1, n)))
+        rows = max(1, min(n, self.block * len(self.firsts)))
+        return min(n, -(-self.elements(rows, rows) // rows))
 
     def first(self, row: int) -> int:
         return self.firsts[min(row // self.block, len(self.firsts) - 1)]
@@ -345,7 +346,8 @@ class Halved(Triangle):
         return (self.band.elements(m, n) + m) // 2
 
     def extent(self, n: int) -> int:
-        return self.band.extent(n) // 2 + 1
+        """Return the elements of a row up to the diagonal: their maximum, or the mean, as of the band."""
+        return min(n, self.band.extent(2 * n) // 2 + 1)
 
     def count(self, down: int, across: int, side: int) -> int:
         return (self.band.count(down, across, side) + down) // 2

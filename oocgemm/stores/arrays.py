@@ -485,7 +485,8 @@ class SparseMatrix(InProcess):
                 self._pool.shutdown(wait=False, cancel_futures=True)
                 raise ExecutionError(
                     f"the elements found so far take {format_size(self._bytes)}, more than the "
-                    f"{format_size(self._limit)} of memory for them: pass a larger threshold"
+                    f"{format_size(self._limit)} of memory for them: pass a larger "
+                    f"{'min_r2, or a smaller window' if self._rule.once else 'threshold'}"
                 )
             if count:
                 self._parts.append(self._pool.submit(self._parts_of, part))
