@@ -52,7 +52,8 @@ from oocgemm.stores.files import (
     worth_caching,
 )
 from oocgemm.stores.folding import Folding
-from oocgemm.stores.formats import check_found, check_new_format, format_of, not_readable
+from oocgemm.stores.formats import PARTS, check_found, check_new_format, format_of, not_readable
+from oocgemm.stores.sparse import of_group
 from oocgemm.stores.zarr_chunks import DirectChunks, cut
 from oocgemm.stores.zarr_metadata import (
     METADATA,
@@ -62,8 +63,10 @@ from oocgemm.stores.zarr_metadata import (
     create,
     files_in,
     local_size,
+    read_group,
     read_metadata,
 )
+from oocgemm.values import dataclass
 
 if TYPE_CHECKING:
     import zarr
@@ -441,23 +444,36 @@ class ZarrPaths(Store):
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         _check_readable(name, operand)
-        if found := _without_zarr(operand):
+        found = _without_zarr(operand)
+        if found is not None and len(found.shape) == 2:
             matrix = ZarrMatrix(name, found, unchanging=not writable)
             matrix.check_chunks()
             return matrix
+        if found is None and not writable and (group := _sparse_group(operand)) is not None:
+            return of_group(name, operand, group, lambda member: row_of(name, group[member]))
         from oocgemm.stores.zarr_through import open_zarr
 
         return open_zarr(name, operand, writable=writable)
 
     def fold(self, name: str, operand: Any, folding: Folding) -> Matrix:
         _check_readable(name, operand)
+        found = _without_zarr(operand)
+        if found is not None:
+            place = f"{name} at {operand}"
+            fold = folding.fold(place, found.shape, found.names)
+            folded = found.folded(fold)
+            if folded is not None:
+                check_chunks(place, found, files_in(operand, axes=len(fold.axes)))
+                return ZarrMatrix(name, folded, unchanging=True)
         from oocgemm.stores.zarr_through import fold_zarr, opened
 
         return fold_zarr(name, opened(name, operand), folding, operand)
 
     def prepare(self, operand: Any) -> None:
         """Import zarr. Do nothing if a local array can be used without zarr, or does not exist yet."""
-        if _without_zarr(operand) is None and ("://" in operand or found_locally(operand)):
+        if _without_zarr(operand) is not None or _sparse_group(operand) is not None:
+            return
+        if "://" in operand or found_locally(operand):
             import oocgemm.stores.zarr_through  # noqa: F401
 
     def exists(self, path: str) -> bool:
@@ -532,6 +548,33 @@ def _check_readable(name: str, path: str) -> None:
 
 def _without_zarr(path: str) -> Metadata | None:
     return None if "://" in path else read_metadata(os.fspath(path))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group with a sparse matrix, like a group of zarr."""
+
+    attrs: Mapping[str, Any]
+    members: Mapping[str, Metadata]
+
+    def __getitem__(self, member: str) -> Metadata:
+        return self.members[member]
+
+    def __contains__(self, member: str) -> bool:
+        return member in self.members
+
+
+def _sparse_group(path: str) -> _Group | None:
+    """Return a local group with a sparse matrix; None if there is none, or if zarr must open it."""
+    found = None if "://" in path else read_group(os.fspath(path), PARTS)
+    return None if found is None else _Group(*found)
+
+
+def row_of(name: str, found: Metadata) -> Matrix:
+    """Return a local array of one dimension as a matrix of one row."""
+    folded = found.folded(Folding(rows=()).fold(name, found.shape))
+    assert folded is not None, "chunks of one dimension are rectangles"
+    return ZarrMatrix(name, folded, unchanging=True)
 
 
 def check_compressor(name: str) -> None:

@@ -252,6 +252,26 @@ def read_metadata(path: str) -> Metadata | None:
     return None
 
 
+def read_group(path: str, members: Iterable[str]) -> tuple[Any, dict[str, Metadata]] | None:
+    """Return the attributes of a local group, and the metadata of arrays in it; None if zarr must open it."""
+    folder = Path(path)
+    try:
+        if (folder / V3).exists():
+            stated = _document_at(folder / V3)
+            if stated["node_type"] != "group" or stated["zarr_format"] != 3:
+                return None
+            attributes = stated["attributes"]
+        elif (folder / V2_GROUP).exists() and _document_at(folder / V2_GROUP) == {"zarr_format": 2}:
+            attributes = _document_at(folder / V2_ATTRIBUTES)
+        else:
+            return None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return None
+    found = {member: read_metadata(os.path.join(path, member)) for member in members}
+    arrays = {member: metadata for member, metadata in found.items() if metadata is not None}
+    return (attributes, arrays) if isinstance(attributes, dict) and len(arrays) == len(found) else None
+
+
 def _document_at(path: Path) -> Any:
     """Return the content of a metadata file. Raises `OSError`, and `ValueError` if it is too large."""
     with open(path, "rb", opener=open_regular) as file:
@@ -302,7 +322,7 @@ def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None
     encoded = stated["chunk_key_encoding"]
     kind, separator = encoded["name"], encoded["configuration"]["separator"]
     codecs = stated["codecs"]
-    names = stated.get("dimension_names", ["", ""])
+    names = stated.get("dimension_names", [""] * len(shape))
     encoding = from_v3(codecs, dtype)
     expected = _document(shape, dtype, chunks, (kind, separator), stated["fill_value"], codecs)
     if "dimension_names" in stated:
@@ -313,7 +333,8 @@ def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None
         or not all(_known(codec, dtype) for codec in codecs)
         or not isinstance(attributes, dict)
         or (kind, separator) not in _ENCODINGS
-        or len(names) != 2
+        or len(names) != len(shape)
+        or len(chunks) != len(shape)
         or not all(isinstance(name, str | None) for name in names)
     ):
         return None
@@ -325,7 +346,7 @@ def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None
         dtype=dtype,
         chunks=chunks,
         fill=_fill(stated["fill_value"], dtype),
-        key=key_of(kind, separator),
+        key=key_of(kind, separator, len(shape)),
         codecs=tuple(f"{codec['name'].capitalize()}Codec" for codec in codecs),
         encoding=encoding,
         stated=stated,
@@ -341,6 +362,7 @@ def _read_v2(path: str, folder: Path, stated: dict[str, Any], attributes: object
     if (
         dtype.name not in _DTYPES
         or encoding is None
+        or len(chunks) != len(shape)
         or not isinstance(attributes, dict)
         or separator not in ("/", ".")
         or stated
@@ -366,7 +388,7 @@ def _read_v2(path: str, folder: Path, stated: dict[str, Any], attributes: object
         dtype=dtype,
         chunks=chunks,
         fill=0 if fill is None else _fill(fill, dtype),
-        key=key_of("v2", separator),
+        key=key_of("v2", separator, len(shape)),
         codecs=() if encoding.compressor is None else (type(encoding.compressor).__name__,),
         encoding=encoding,
         stated=stated,
@@ -375,9 +397,9 @@ def _read_v2(path: str, folder: Path, stated: dict[str, Any], attributes: object
 
 
 def _document(
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    chunks: tuple[int, int],
+    chunks: tuple[int, ...],
     keys: tuple[str, str],
     fill: Any,
     codecs: list[dict[str, Any]],
@@ -419,11 +441,11 @@ def _allows(values: Container[Any], value: Any) -> bool:
     return (type(value) is int or not isinstance(values, range)) and value in values
 
 
-def _extents(stated: Any) -> tuple[int, int]:
-    """Return two extents as a tuple. Raises `ValueError` unless `stated` is two positive integers."""
-    if len(stated) != 2 or not all(type(extent) is int and extent > 0 for extent in stated):
-        raise ValueError(f"shapes and chunk shapes must be two positive integers, not {stated}")
-    return stated[0], stated[1]
+def _extents(stated: Any) -> tuple[int, ...]:
+    """Return extents as a tuple. Raises `ValueError` unless `stated` is a list of positive integers."""
+    if not stated or not all(type(extent) is int and extent > 0 for extent in stated):
+        raise ValueError(f"shapes and chunk shapes must be positive integers, not {stated}")
+    return tuple(stated)
 
 
 def _fill(stated: Any, dtype: np.dtype[Any]) -> Any:

@@ -20,11 +20,13 @@ from zarr.codecs import (
     ZstdCodec,
 )
 
+import oocgemm
 from oocgemm import InputError, stores
-from oocgemm.stores import zarr_through
+from oocgemm.stores import open_matrix, zarr_through
 from oocgemm.stores.base import NewArray
 from oocgemm.stores.zarr_matrix import COMPRESSORS, UNFINISHED, ZarrMatrix
 from oocgemm.stores.zarr_metadata import create, read_metadata
+from tests.support.sparse_files import parts_of, write
 from tests.support.suite import each_value
 
 READ: dict[str, dict[str, Any]] = {
@@ -52,7 +54,6 @@ LEFT: dict[str, dict[str, Any]] = {
     "shards in a codec": {"serializer": ShardingCodec(chunk_shape=(2, 2)), "compressors": None},
     "format 2, a filter": {"zarr_format": 2, "filters": [numcodecs.Delta("<f4")]},
     "another dtype": {"dtype": "uint64"},
-    "three dimensions": {"shape": (2, 2, 2), "chunks": (2, 2, 2)},
     "no rows": {"shape": (0, 10)},
 }
 
@@ -84,6 +85,48 @@ def test_metadata_is_read_as_zarr_reads_it(tmp_path: Path, options: dict[str, An
     ours.read((0, 9), (0, 10), out)
     np.testing.assert_array_equal(out, array[:])
     np.testing.assert_array_equal(ours.array[:], array[:])
+
+
+FOLDED: dict[str, dict[str, Any]] = {
+    "one": {"shape": (50,), "chunks": (8,)},
+    "three": {"shape": (9, 4, 5), "chunks": (2, 4, 5), "dimension_names": ("t", "y", "x")},
+    "dots": {"shape": (9, 4, 5), "chunks": (2, 2, 5), "chunk_key_encoding": {"name": "v2", "separator": "."}},
+    "format 2": {"shape": (9, 4, 5), "chunks": (2, 4, 5), "zarr_format": 2},
+    "format 2, Fortran": {"shape": (9, 4, 5), "chunks": (2, 4, 5), "zarr_format": 2, "order": "F"},
+    "reversed": {"shape": (4, 5, 6), "chunks": (4, 5, 6), "filters": TransposeCodec(order=(2, 1, 0))},
+    "turned": {"shape": (4, 5, 6), "chunks": (4, 5, 6), "filters": TransposeCodec(order=(1, 0, 2))},
+}
+
+
+@pytest.mark.parametrize("rows", [[0], []])
+@pytest.mark.parametrize("options", FOLDED.values(), ids=FOLDED)
+def test_arrays_of_other_dimensions_are_folded_as_those_of_zarr(
+    tmp_path: Path, options: dict[str, Any], rows: list[int]
+) -> None:
+    array = _make(tmp_path, options)
+    array[:] = np.arange(array.size).reshape(array.shape)
+    ours, zarrs = (
+        open_matrix("A", oocgemm.as_matrix(given, rows=rows)) for given in (str(tmp_path / "A"), array)
+    )
+    assert ours.layout == zarrs.layout
+    assert ours.fingerprint() == zarrs.fingerprint()
+    out = np.empty(ours.shape, ours.dtype)
+    ours.read((0, ours.shape[0]), (0, ours.shape[1]), out)
+    np.testing.assert_array_equal(out, np.asarray(array[:]).reshape(ours.shape))
+
+
+def test_folded_and_sparse_arrays_are_opened_without_zarr(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "A", shape=(9, 4, 5), chunks=(2, 4, 5), dtype="float32")
+    paths = [
+        write(tmp_path / name, (5, 5), "csr", parts_of(np.eye(5), "csr")) for name in ("v2.zarr", "raw.zarr")
+    ]
+    code = (
+        "import sys, oocgemm; from oocgemm.stores import open_matrix, load; "
+        "given = sys.argv[1:]; load(*given); "
+        "open_matrix('A', oocgemm.as_matrix(given[0], rows=[0])); [open_matrix('A', x) for x in given[1:]]; "
+        "assert 'zarr' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "A"), *paths], check=True)
 
 
 @pytest.mark.parametrize("fill", [np.nan, -np.inf, 0.1, 2])
