@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, kernel_matmul, reduce
     from oocgemm.verbs.relationship import Relationships, grm
     from oocgemm.verbs.similarity import similarity
+    from oocgemm.verbs.svd import SVD, svd
     from oocgemm.verbs.tensordot import tensordot
 
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
@@ -60,6 +61,7 @@ logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 __all__ = [
     "LD",
     "PCA",
+    "SVD",
     "Add",
     "BackendError",
     "BudgetError",
@@ -130,6 +132,7 @@ __all__ = [
     "ridge",
     "similarity",
     "stats",
+    "svd",
     "tensordot",
     "verify",
 ]
@@ -164,6 +167,7 @@ _HOMES = {
     "verbs.neighbors": ("Nearest", "neighbors"),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "kernel_matmul", "reduce"),
+    "verbs.svd": ("SVD", "svd"),
     "verbs.tensordot": ("tensordot",),
     "verbs.relationship": ("Relationships", "grm"),
     "verbs.similarity": ("similarity",),

@@ -1,4 +1,4 @@
-"""The commands that fit linear models by a few reads of X: lstsq, ridge."""
+"""The commands that fit linear models, or find singular values, by a few reads of X: lstsq, ridge, svd."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from oocgemm.cli.products import show_plans
 from oocgemm.cli.statistics import counting
 from oocgemm.jobs.normal_equations import MAX_READS
 from oocgemm.planning.units import format_time
-from oocgemm.verbs.lstsq import LeastSquares
+from oocgemm.verbs.svd import MAX_READS as SVD_READS
 
 
 def _operands(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,32 +64,57 @@ def ridge(x: str, y: str, out: str, alpha: str, **options: Any) -> None:
     _fit(partial(oocgemm.ridge, x, y, chosen, out), (x, y), out, **options)
 
 
-def _fit(
-    fit: Callable[..., Any],
+@click.command()
+@click.argument("x", type=Place())
+@click.argument("out", type=Place())
+@click.option(
+    "--components", metavar="N", type=int, help="Number of singular values, such as 40.  [default: all]"
+)
+@verb_options("svd")
+@taking(views("x"), JSON, QUIET)
+def svd(x: str, out: str, components: int | None, **options: Any) -> None:
+    """Find the largest singular values of X and their vectors, in float64, by a few reads of X.
+
+    X may be larger than memory. OUT is the path of a new zarr group, with the arrays singular_values and vt;
+    if X has more columns than rows, u in place of vt. --u stores the longer vectors, too.
+
+    Example: oocgemm svd X.zarr svd.zarr --components 40 --u U.zarr
+    """
+    call = partial(oocgemm.svd, x, components, out)
+    _report(call, (x,), out, SVD_READS + 1, ("singular_values",), **options)
+
+
+def _fit(fit: Callable[..., Any], operands: tuple[Any, ...], out: str, **options: Any) -> None:
+    _report(fit, operands, out, MAX_READS, ("condition", "residual_ss"), **options)
+
+
+def _report(
+    call: Callable[..., Any],
     operands: tuple[Any, ...],
     out: str,
+    reads: int,
+    shown: tuple[str, ...],
     *,
     as_json: bool,
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Fit a model, and print how it fits."""
+    """Call a verb that saves its result at `out`, and print some of its numbers."""
     stores.load_without_cupy(*operands, out)
     if options["dry_run"]:
-        show_plans((fit(**options),), None, as_json=as_json)
+        show_plans((call(**options),), None, as_json=as_json)
         return
     if quiet:
         silence_warnings()
     started = perf_counter()
     with stopping(lambda: print_interrupted("")), doing(not (quiet or as_json)) as say:
-        found: LeastSquares = fit(progress=counting(MAX_READS, say), **options)
-    condition, squares = np.atleast_1d(found.condition).tolist(), np.atleast_1d(found.residual_ss)
+        found = call(progress=counting(reads, say), **options)
+    numbers = {name: np.atleast_1d(getattr(found, name)) for name in shown}
     if as_json:
-        print_json(
-            {"out": out, "passes": found.passes, "condition": condition, "residual_ss": squares.tolist()}
-        )
+        lists = {name: array.tolist() for name, array in numbers.items()}
+        print_json({"out": out, "passes": found.passes} | lists)
     elif not quiet:
         click.echo(f"X was read {found.passes} times, in {format_time(perf_counter() - started)}")
-        click.echo(f"condition number: {', '.join(f'{each:.3g}' for each in condition)}")
-        click.echo(f"residual sums of squares: {', '.join(f'{each:.6g}' for each in squares.ravel()[:5])}")
-        click.echo(f"\nCoefficients: {out}")
+        for name, array in numbers.items():
+            click.echo(f"{name.replace('_', ' ')}: {', '.join(f'{each:.6g}' for each in array.ravel()[:5])}")
+        click.echo(f"\nResult: {out}")

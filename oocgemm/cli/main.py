@@ -71,6 +71,7 @@ _OWN = {
     ),
     "status": ("queue:status", "Show a job of a service."),
     "submit": ("submit:submit", "Submit a product to a service, which computes it in the background."),
+    "svd": ("fitting:svd", "Find the largest singular values of X and their vectors, by a few reads of X."),
     "token": (
         "serve:token",
         "Make, list and revoke the tokens with which users reach `oocgemm serve --listen`.",

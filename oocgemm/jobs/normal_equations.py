@@ -21,12 +21,11 @@ from oocgemm import stores
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.jobs.options import Weights
 from oocgemm.jobs.orthonormal import EPS, Factors, norm
-from oocgemm.jobs.request import Chain, Destination, Gram, Into, Request, Source
+from oocgemm.jobs.request import Destination, Gram, Request, Source
 from oocgemm.jobs.row_slices import RowSlices
 from oocgemm.jobs.run import Plan
 from oocgemm.jobs.transforming import check_known, memory_of
 from oocgemm.planning import Op
-from oocgemm.planning.tiling import round_up
 from oocgemm.planning.units import ceil_size, format_size
 from oocgemm.stores import Array
 from oocgemm.stores.declared import NOTHING
@@ -43,8 +42,8 @@ MAX_READS = 4
 WIDE, LOST = 1e-6, 0.1
 # A solution has converged if its next correction is below this many roundings, times the condition number.
 ROUNDINGS = 10
-# Matrices of the size of X^T X in float64 that exist at the same time, and the alignment of the width of Q.
-MATRICES, WIDTH = 12, 8
+# Matrices of the size of X^T X in float64 that exist at the same time.
+MATRICES = 12
 # The scale of rows of weight 0: what they add to any sum is rounded to 0.
 NOTHING_LEFT = 1e300
 
@@ -102,7 +101,7 @@ class NormalEquations(RowSlices):
 
     def gram(self) -> Array:
         """Return Z^T Z. Raises `InputError` if it is not finite."""
-        found = self.sum(self._request(Op.T, Gram()))[0]
+        found = self.sum(self._request())[0]
         wrong = np.flatnonzero(~np.isfinite(found.diagonal()))
         if wrong.size:
             raise InputError(
@@ -113,15 +112,11 @@ class NormalEquations(RowSlices):
 
     def product(self, factor: Array) -> Array:
         """Return Z^T (Z factor)."""
-        width = round_up(factor.shape[1], WIDTH)
-        wide = np.zeros((len(factor), width))
-        wide[:, : factor.shape[1]] = factor
-        chain = Chain(width, np.zeros(width), wide, MATRICES * 8 * len(factor) ** 2)
-        return self.sum(self._request(Op.N, chain))[0][:, : factor.shape[1]]
+        return self.chained(self._source(Op.N), factor, MATRICES * 8 * len(factor) ** 2)
 
     def plan(self, *, running: bool) -> Plan:
         """Return the plan of the Gram matrix. Raises `BudgetError` if the host memory is too small for it."""
-        plan = self.planned(self._request(Op.T, Gram()), running=running)
+        plan = self.planned(self._request(), running=running)
         unified = self.backend == "host"
         budget = plan.budgets.host + unified * plan.budgets.device
         used = plan.footprint.host_total + unified * plan.footprint.device_total
@@ -142,11 +137,13 @@ class NormalEquations(RowSlices):
             return "the intercept"
         return f"column {at} of X" if at < self.cols else f"column {at - self.cols} of Y"
 
-    def _request(self, op: Op, into: Into) -> Request:
+    def _request(self) -> Request:
+        z = self._source(Op.T)
+        return Request(a=z, b=z, c=Destination.parse(None), into=Gram()).with_options(**self._options)
+
+    def _source(self, op: Op) -> Source:
         is_plain = self._scale is None and self.matrix.dtype == np.float64
-        change = None if is_plain else Transform(scale=self._scale, cast="float64")
-        z = Source(self._x, op, change)
-        return Request(a=z, b=z, c=Destination.parse(None), into=into).with_options(**self._options)
+        return Source(self._x, op, None if is_plain else Transform(scale=self._scale, cast="float64"))
 
 
 def _scale(weights: Any, rows: int) -> Array:

@@ -41,6 +41,7 @@ from oocgemm.jobs.option_groups import (
     StepOptions,
     TransformOptions,
     TransposeOptions,
+    WritableArray,
 )
 from oocgemm.planning.cover import GRAMS
 from oocgemm.stores.genetics import Chromosomes
@@ -407,6 +408,21 @@ class PcaArguments(TransformOptions, PcaOptions, total=False):
             "Continue a run of the same command that was interrupted or killed.",
             "That run wrote to `out`. If there is nothing to continue, start a run.",
             False,
+            service=False,
+        ),
+    ]
+
+
+class SvdArguments(PcaOptions, total=False):
+    """All options of `oocgemm.svd`."""
+
+    u: Annotated[
+        WritableArray | PathLike | bool | None,
+        Option(
+            "Also compute the vectors U, and store them at this path, such as U.zarr. X is read once more.",
+            "If X has more columns than rows, it is V that is stored, as n x k. True: keep them in memory. "
+            "Or an array, as for `gemm`.",
+            metavar="PATH",
             service=False,
         ),
     ]

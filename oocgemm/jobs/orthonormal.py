@@ -72,11 +72,24 @@ class Factors(NamedTuple):
         inner[np.ix_(chosen, chosen)] = block + np.triu(block, 1).T
         lengths = np.linalg.norm(self.p, axis=0)
         noise = np.where(chosen, NOISE * EPS * np.maximum(1, lengths * self.size), self.errors)
-        lower, shift = _factored(inner, noise, noise * chosen * len(chosen))
+        lower, shift = _factored(inner, noise, 2 * np.sqrt(len(chosen)) * noise * chosen)
         change = inverted(lower).T
         p, errors = self.p @ change, np.square(change).T @ (noise + shift)
         order = np.argsort(np.linalg.norm(p, axis=0), kind="stable")
         return Factors(p[:, order], (lower.T @ self.r)[order], errors[order], self.size)
+
+
+def of_eigenvectors(values: Array, vectors: Array, errors: Array, largest: float) -> Factors:
+    """Return factors, given eigenvalues and eigenvectors of X^T X in descending order.
+
+    `errors` are those of the values, relative to the `largest` one.
+    """
+    if not largest:
+        return Factors(vectors, 0 * vectors.T, np.zeros(len(values)), 0.0)
+    least = len(vectors) * NOISE * EPS * largest
+    roots = np.sqrt(np.maximum(values, least))
+    known = np.where(values > least, errors * largest / roots**2, 1.0)
+    return Factors(vectors / roots, roots[:, None] * vectors.T, known, float(np.sqrt(largest)))
 
 
 def _factored(inner: Array, noise: Array, shift: Array) -> tuple[Array, Array]:
@@ -91,7 +104,7 @@ def _factored(inner: Array, noise: Array, shift: Array) -> tuple[Array, Array]:
         try:
             return np.linalg.cholesky(inner + np.diag(shift)), shift
         except np.linalg.LinAlgError:
-            shift = 4 * shift
+            shift = 2 * shift
 
 
 def inverted(lower: Array) -> Array:

@@ -76,12 +76,17 @@ def _hidden(gram: Array, found: Ritz, length: int, dtype: np.dtype[Any]) -> Arra
     largest = squares.max(initial=0)
     if not largest:
         return np.zeros(len(squares), bool)
-    share = np.square(found.components).T @ gram.diagonal() / largest
-    error = float(np.finfo(dtype).eps) * (_bias(length) * share + NOISE)  # of s^2 / s_1^2
+    error = errors_of(gram, found.components, largest, length, dtype)
     # An error of s^2 that is larger than s^2 may be all of s^2.
     of_value = error / (2 * np.sqrt(np.maximum(squares / largest, error / 4)))
     of_square = (squares > 0) & (error * largest > MAX_SHARE * squares)
     return np.asarray((of_value > MAX_ERROR) | of_square)
+
+
+def errors_of(gram: Array, vectors: Array, largest: float, length: int, dtype: np.dtype[Any]) -> Array:
+    """Return the error of each eigenvalue of a Gram matrix in a dtype, relative to the `largest` one."""
+    share = np.square(vectors).T @ gram.diagonal() / largest
+    return np.asarray(float(np.finfo(dtype).eps) * (_bias(length) * share + NOISE))
 
 
 def _bias(length: int) -> float:
@@ -106,7 +111,7 @@ def choose(
     With "auto", it is the method that is predicted to be faster. `running` tells whether X will be
     multiplied, and not only planned. Raises `BudgetError` if the budgets are too small for the method.
     """
-    makers: dict[bool, Callable[..., Plan]] = {True: _planned, False: PcaPasses.plan}
+    makers: dict[bool, Callable[..., Plan]] = {True: planned, False: PcaPasses.plan}
     wanted = [True, False] if method == "auto" else [method == "exact"]
     if method == "auto" and (not tol or iterations < passes.gram_reads):
         wanted = [False]  # without a tolerance, X is read as often as `iterations` says
@@ -127,7 +132,7 @@ def choose(
     return exact, plans[exact]
 
 
-def _planned(passes: PcaPasses, *, running: bool) -> Plan:
+def planned(passes: PcaPasses, *, running: bool) -> Plan:
     """Return the plan of the Gram matrix. Raises `BudgetError` if its decomposition needs too much memory."""
     plan = passes.plan_gram(running=running)
     rows, cols = passes.matrix.shape

@@ -551,15 +551,24 @@ class PcaPasses(RowSlices):
             largest = largest[found.count > 0].max(initial=0)
         return (-int(np.frexp(largest)[1]) if np.isfinite(largest) else 0), center
 
+    def product(self, state: PcaState, factor: Array) -> Array:
+        """Return Xc^T Xc factor, in float64, by one more read of X. `state` is that of the Gram matrix."""
+        x = Source(stores.located("X", self._x), transform=self._each(state), of_lines=True)
+        return self.chained(x, factor, MAX_MATRICES * 8 * factor.size)
+
     def scores(self, state: PcaState, components: Array) -> Array:
         """Return Xc @ components^T, by one more read of X, in the dtype in which X is multiplied."""
         state = replace(state, exponent=0)
         center, inverse = self._folded(state)
         factor = (components.T * inverse[:, None]).astype(self.dtype)
-        options = {"transform_a": self._each(state), "devices": self._devices, **self._options}
-        found: Array = np.asarray(self.run(parse(self._x, factor, None, options)).out)  # type: ignore[arg-type]
+        found = np.asarray(self.projected(state, factor, None))
         found -= (center @ factor).astype(self.dtype)
         return found
+
+    def projected(self, state: PcaState, factor: Array, out: Any) -> Any:
+        """Return the product of X, as it is loaded in this state, and a factor, stored at `out`."""
+        given = {"transform_a": self._each(state), "devices": self._devices, **self._options}
+        return self.run(parse(self._x, factor, out, given)).out  # type: ignore[arg-type]
 
     def _folded(self, state: PcaState) -> tuple[Array, Array]:
         """Return c and the diagonal of S; c is 0 as long as it is unknown."""

@@ -13,14 +13,16 @@ import numpy as np
 
 from oocgemm import backends, stores
 from oocgemm.jobs.prepare import budgets_of
-from oocgemm.jobs.request import Chain, Request, Source, numbers_of, unknown_devices
+from oocgemm.jobs.request import Chain, Destination, Request, Source, numbers_of, unknown_devices
 from oocgemm.jobs.run import Plan, Result, plan_request, run_request, run_side_by_side
-from oocgemm.planning.tiling import Range, ceil_div
+from oocgemm.planning.tiling import Range, ceil_div, round_up
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array
 
 # Number of slices of X if several devices multiply it, unless X has fewer rows of chunks.
 SLICES = 8
+# The width of a factor is a multiple of this, so that its rows are aligned on a GPU.
+WIDTH = 8
 
 
 class RowSlices:
@@ -87,6 +89,15 @@ class RowSlices:
     def run(self, request: Request) -> Result:
         """Run a product of all rows."""
         return run_request(request)
+
+    def chained(self, x: Source, factor: Array, resident_bytes: int) -> Array:
+        """Return X^T (X factor), in float64, by one read of X. The caller needs `resident_bytes` then."""
+        width = round_up(factor.shape[1], WIDTH)
+        wide = np.zeros((len(factor), width))
+        wide[:, : factor.shape[1]] = factor
+        chain = Chain(width, np.zeros(width), wide, resident_bytes)
+        request = Request(a=x, b=x, c=Destination.parse(None), into=chain)
+        return self.sum(request.with_options(**self._options))[0][:, : factor.shape[1]]
 
     def sum(self, whole: Request) -> tuple[Array, str]:
         """Return the sum of the products of all slices of X, in float64, and their tile shape."""

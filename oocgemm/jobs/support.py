@@ -141,6 +141,7 @@ VERBS: Mapping[str, Verb] = {
     "distances": Verb(parameters=_COMPARED | {"out": OUT}),
     "grm": Verb(),
     "pca": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "k": COUNT, "out": OUT}),
+    "svd": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "k": COUNT}),
     "lstsq": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "y": OPERAND}),
     "ridge": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "y": OPERAND, "alpha": NUMBERS}),
     "kernel_matmul": Verb(parameters={"x": OPERAND, "v": ARRAY, "y": OPTIONAL}),

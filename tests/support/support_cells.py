@@ -34,11 +34,12 @@ A, B = (
 MAX_STEPS = 6  # after which a run is interrupted: more than a tile has, fewer than all tiles or passes
 V = np.arange(-5.0, 11.0)
 Y = np.arange(20.0) % 7
-FITS = {"lstsq", "ridge"}  # verbs of an X with more rows than columns, which is B
+FITS = {"svd", "lstsq", "ridge"}  # verbs of an X with more rows than columns, which is B
 # The array that is compared, of those that a job saves.
 ARRAYS = {
     **{"similarity": "scores", "neighbors": "distances", "pca": "singular_values"},
     **dict.fromkeys(FITS, "coefficients"),
+    "svd": "singular_values",
 }
 EXECUTORS: Mapping[str, dict[str, Any]] = {
     "host": {},
@@ -134,6 +135,14 @@ CALLS: Mapping[str, Call] = {
         tol=1e-9,
         oversampling=2,
         iterations=200,
+    ),
+    "svd": Call(
+        oocgemm.svd,
+        lambda found: found.singular_values,
+        lambda x: np.linalg.svd(x, compute_uv=False),
+        stores=False,
+        tiles=False,
+        k=12,
     ),
     "lstsq": Call(
         oocgemm.lstsq,

@@ -13,7 +13,7 @@ from oocgemm.jobs.options import VERBS, options_of
 
 # The command of each verb that has one.
 COMMANDS = {"run": "gemm"} | {name: name for name in ("gram", "corr", "cov", "similarity", "grm", "pca")}
-COMMANDS |= {name: name for name in ("neighbors", "distances", "lstsq", "ridge")}
+COMMANDS |= {name: name for name in ("neighbors", "distances", "lstsq", "ridge", "svd")}
 COMMANDS |= {name.replace("_", "-"): name for name, verb in support.VERBS.items() if verb.command}
 
 
