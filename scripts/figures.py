@@ -99,6 +99,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "grams": gram_tables.grams,
         "transformed": gram_tables.transformed,
         "similar": tables.similar,
+        "nearest": tables.nearest,
         "devices": tables.on_devices,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,

@@ -5,7 +5,7 @@ exact distance of the last one wanted, and e a bound of the error of a distance 
 rows that are no candidates have computed distances of at least that of the last candidate. If that is at
 least d + e, none of them is nearer. Otherwise the search is repeated for this row, by products in float64.
 
-Squared distances have errors of at most ``e = 2 (g + 4 u) (|x - c| + |y - c|)^2``, for the mean c of all
+Squared distances have errors of at most ``e = 2 (g + 4 u) (|x - c| + |y - c|)^2``, for the mean c of
 rows, the unit roundoff u, and the error g of a sum of k products (`rounding.sum_error`). The distance of
 cosines is half the squared distance of rows of norm 1.
 """
@@ -49,7 +49,7 @@ class FoundRows(NamedTuple):
 class WideRows(NamedTuple):
     """The rows of op(A) and the columns of op(B), with elements that are not rounded after a transform.
 
-    `left_norms` and `right_norms` are those of the rows less the mean of all rows. For cosines, rows are
+    `left_norms` and `right_norms` are those of the rows less the mean of rows. For cosines, rows are
     scaled to the norm 1, or are 0.
     """
 

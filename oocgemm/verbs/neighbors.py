@@ -72,7 +72,7 @@ def neighbors(
 ) -> Nearest | Plan:
     """Find the nearest rows of X, or of Y, to each row of X. All pairs are compared. Pass `topk` or `radius`.
 
-    Products of rows, less the mean of all rows, give candidates. Their distances are computed again in
+    Products of rows, less their mean, give candidates. Their distances are computed again in
     float64 from the elements. If rounding errors of the products may have hidden a nearer row, the
     candidates of this row are found again by products in float64. Jaccard and Hamming distances come from
     exact counts.

@@ -97,6 +97,14 @@ def contenders(x: Array, topk: int, backend: str) -> dict[str, Callable[[], Arra
     return run | {name: act for name, act in others.items() if len(x) ** 2 <= MOST[name]}
 
 
+def device(backend: str) -> str:
+    """Return the name of the GPU that is used; "" for the host."""
+    if backend == "host":
+        return ""
+    runtime = importlib.import_module("cupy").cuda.runtime
+    return str(runtime.getDeviceProperties(0)["name"].decode())
+
+
 def errors(x: Array, found: dict[str, Array], topk: int) -> dict[str, float]:
     """Return the largest error of each result in some rows, in units of the distance. Check `neighbors`."""
     worst = dict.fromkeys(found, 0.0)
@@ -142,7 +150,7 @@ def main(
         case = f"{backend} float32 {count}x{depth} top {topk}"
         kept = {"median_seconds": medians, "to_similarity": ratio, "errors": errors(x, found, topk)}
         place = output or Path("scripts/bench/results/bench_neighbors.json")
-        keep(place, case, kept | {"seconds": seconds})
+        keep(place, case, kept | {"seconds": seconds, "device": device(backend)})
         print(case, json.dumps(kept, indent=1), flush=True)
 
 

@@ -304,6 +304,17 @@ def similar() -> list[str]:
     return table(["product", "T", "plain product in core", "rate, relative to it"], rows)
 
 
+def nearest() -> list[str]:
+    """Return the table of `bench_neighbors.py`: neighbors beside similarity and what people use instead."""
+    names = ("similarity", "neighbors", "loop", "scikit-learn", "faiss")
+    rows = []
+    for key, found in load("bench_neighbors.json").items():
+        taken, where = found["seconds"], found["device"] or f"{found['machine']['cores']} cores"
+        times = [seconds(taken[name]) if name in taken else "" for name in names]
+        rows.append([key.split()[2], where, *times])
+    return table(["X float32", "on", *names], rows)
+
+
 def on_devices() -> list[str]:
     """Return the table of several GPUs beside one, by `bench_devices.py` on hosts with two and with one."""
     sources = {
