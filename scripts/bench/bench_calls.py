@@ -122,11 +122,15 @@ print(imported, time.perf_counter() - start, result.report.wall)
 
 
 def _process(code: list[str], tree: Path) -> tuple[float, str]:
-    """Run Python with a source tree. Return the seconds of the process, and what it printed."""
+    """Run Python with a source tree. Return the seconds of the process, and what it printed.
+
+    It does not run in the current folder, which may have another source tree that Python would prefer.
+    """
     environment = os.environ | {"PYTHONPATH": str(tree)}
     start = perf_counter()
     command = [sys.executable, *code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    given: dict[str, Any] = {"capture_output": True, "text": True}
+    done = subprocess.run(command, env=environment, cwd=tempfile.gettempdir(), check=False, **given)
     seconds = perf_counter() - start
     if done.returncode:
         raise SystemExit(done.stderr)
