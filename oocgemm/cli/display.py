@@ -720,7 +720,9 @@ def left_of(job: Info, now: float) -> str:
     if job["state"] != State.RUNNING or not job["started"] or not job["progress"]:
         return ""
     (done, total), passed = (job["progress"][each] for each in ("done", "total")), now - job["started"]
-    seconds = passed / done * (total - done) if done > 1 else max(0.0, job["predicted_s"] - passed)
+    seconds = passed / done * (total - done) if done > 1 else job["predicted_s"] - passed
+    if done < 2 and seconds < 0:  # it takes longer than predicted
+        return ""
     return "ends soon" if seconds < 1 else f"{format_time(seconds)} left"
 
 

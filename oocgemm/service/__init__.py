@@ -9,6 +9,7 @@
 - `job_arguments`: checks specs by the table of options, and makes the arguments of the verbs.
 - `job_planner`: the plans of a job, and the process that plans jobs for the server.
 - `job_worker`: the process that computes jobs, and the files of a job.
+- `previews`: what a job shows of its result.
 - `dispatcher`: the loop that starts jobs and notices how they end, and the workers that it keeps.
 - `http`: the HTTP server. `page`: its page, for browsers.
 - `client`: `Client` and `Job`, for users. `transport`: how they reach the server.

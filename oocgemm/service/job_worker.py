@@ -69,6 +69,7 @@ from oocgemm.errors import BudgetError, DataWarning, InputError, OocGemmError
 from oocgemm.service.confinement import restrict_to
 from oocgemm.service.job_planner import call, needs_before
 from oocgemm.service.job_spec import in_memory, out_of, with_paths
+from oocgemm.service.previews import shown_of
 from oocgemm.system.text import plain
 from oocgemm.system.threads import process_start
 
@@ -237,7 +238,7 @@ def _computed(
     log = getattr(getattr(result, "run", result), "log", None)
     done = {"exit_code": 0, "error": None, "seconds": monotonic() - begun if log is None else log.wall / 1e9}
     flops, kept = sum(plan.flops for plan in passes), sum(len(plan.done) for plan in passes)
-    return done | {"flops": flops, "kept_tiles": kept}, result
+    return done | {"flops": flops, "kept_tiles": kept} | shown_of(result), result
 
 
 def _saved(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:

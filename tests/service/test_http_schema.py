@@ -21,7 +21,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from oocgemm.jobs.options import options_of
+from oocgemm.jobs.support import VERBS
 from oocgemm.service.job_arguments import job_options
+from oocgemm.service.job_spec import parameters
 from oocgemm.service.protocol import Action
 from tests.support.real_server import RealServer, running_server
 from tests.support.suite import examples
@@ -67,18 +69,28 @@ def test_the_form_shows_options_as_the_table_describes_them(server: RealServer) 
     assert {*schemas["GemmOptions"]["properties"]} == {*job_options("gemm")}
     reply = server.ask("GET", "/static/options.js")
     assert reply.headers["Content-Type"].startswith("text/javascript")
-    served = json.loads(reply.body.removeprefix(b"export const OPTIONS = ").removesuffix(b";\n"))
+    forms = json.loads(reply.body.removeprefix(b"export const VERBS = ").removesuffix(b";\n"))
+    assert {*forms} == {*VERBS} - {"reduce"}
+    served = forms["gemm"]["options"]
     shown = {each["name"]: each for each in served}
-    assert {*job_options("gemm")} - {*shown} == {"decode", "memory", "transform_a", "transform_b", "epilogue"}
+    assert {*job_options("gemm")} - {*shown} == {"decode", "memory", "epilogue"}
     script = server.ask("GET", "/static/fields.js").body.decode()
-    groups = re.findall(r'of\("(\w+)"\)', script)
-    assert {each["group"] for each in served} == {*groups} == {"a", "b", "c", "budgets", "more"}
+    groups = {*re.findall(r'of\("(\w+)"\)', script)} | {"a", "b"}
+    assert {each["group"] for each in served} == groups - {"verb"} == {"a", "b", "c", "budgets", "more"}
     assert not {*shown} & {*re.findall(r'"(\w+)"', script)}  # the table alone names options
     place = "chosen by the planner"
     assert shown["tile"] == {
         "name": "tile", "label": "Tile", "help": "MxNxK, such as 4096x4096x512.", "kind": "text",
         "group": "more", "place": place,
     }  # fmt: skip
+    for verb, form in forms.items():
+        fields = {each["name"] for part in form.values() for each in part}
+        hidden = job_options(verb).keys() - fields
+        assert hidden <= {"decode", "memory", "epilogue"}, verb
+        assert {*parameters(verb)} <= fields
+    own = {each["name"]: each for each in forms["similarity"]["options"]}
+    assert own["exclude_self"] | {"label": "Include self", "off": True} == own["exclude_self"]
+    assert own["metric"]["kind"] == [["", "cosine"], ["dot", "dot"]]
     assert shown["chunks"]["kind"] == "pair"
     assert shown["verify"]["kind"] == "check"
     assert [value for value, _ in shown["compute"]["kind"]] == [

@@ -32,6 +32,7 @@ from pydantic import BaseModel
 
 from oocgemm.errors import OocGemmError
 from oocgemm.service.backfill import Waiting
+from oocgemm.service.http.form import forms
 from oocgemm.service.http.security import COOKIE, SESSION_SECONDS, Identity, Scope
 from oocgemm.service.http.service import Service, Shared, User
 from oocgemm.service.http.views import (
@@ -58,7 +59,6 @@ from oocgemm.service.http.views import (
     UserView,
     problem,
 )
-from oocgemm.service.job_arguments import job_options, kind_of
 from oocgemm.service.job_spec import out_of, parameters, with_paths
 from oocgemm.service.job_store import JobRecord, NewJob
 from oocgemm.service.job_worker import LOG, TIMELINE
@@ -659,25 +659,10 @@ def _set_cookie(response: Response, service: Service, secret: str) -> None:
 def _page_file(name: str) -> Response:
     headers = {"Cache-Control": "no-cache"}
     if name == "options.js":
-        module = f"export const OPTIONS = {json.dumps(_form_fields())};\n"
+        module = f"export const VERBS = {json.dumps(forms())};\n"
         return Response(module, headers=headers, media_type="text/javascript")
     known = {path.name: path for path in FOLDER.iterdir() if path.suffix in (".html", ".js", ".css", ".svg")}
     known["report.css"] = REPORT_STYLE
     if name not in known:
         raise HTTPException(404, f"there is no file {name!r}")
     return FileResponse(known[name], headers=headers)
-
-
-def _form_fields() -> list[dict[str, Any]]:
-    """Return the fields of the form for options of jobs, as ``fields.js`` describes them."""
-    found = []
-    for name, option in job_options("gemm").items():
-        if option.form is None:
-            continue
-        value, field = kind_of("gemm", name), option.form
-        kind = field.choices or {"flag": "check", "pair": "pair"}.get(value, "text")
-        shown = {"name": name, "label": field.label, "help": field.help, "kind": kind, "group": field.group}
-        if kind in ("pair", "text"):
-            shown["place"] = field.place or option.shown or str(option.default)
-        found.append(shown)
-    return found

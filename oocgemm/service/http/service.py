@@ -310,6 +310,8 @@ class Service:
         }
         shown: dict[str, Any] = with_paths(spec, lambda name, path, write: display(self.config.roots, path))
         operands: dict[str, Any] = {name: shown.get(name) for name in parameters(verb)}
+        if job.result is not None and "verdict" in job.result:
+            stored["result"] = job.result | {"verdict": self.shown(job.result["verdict"])}
         stored["error"] = None if job.error is None else self.shown(job.error)
         stored["warnings"] = [self.shown(each) for each in job.warnings]
         return JobView(

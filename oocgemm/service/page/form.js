@@ -1,7 +1,7 @@
 // The form for a new job, with a dry run of it that is kept up to date.
 import { call } from "./api.js";
 import { h, say, setText, show } from "./dom.js";
-import { FIELDS, GROUPS, MORE, bodyOf, fieldsOf, messageOf, textsOf } from "./fields.js";
+import { NAMES, formOf, messageOf } from "./fields.js";
 import { facts } from "./parts.js";
 import { tiles } from "./tiles.js";
 import { dtypes, duration, extents, rate, shape, size, soon } from "./words.js";
@@ -10,32 +10,37 @@ const PAUSE_MS = 400, REFRESH_MS = 60_000;
 const EXISTS = "C is unfinished: the job goes on with it. If A, B or options have changed since, it fails. "
   + "To compute all of C anew, tick Replace C.";
 
-export const formView = (main, { from }) => {
+export const formView = (main, { from, verb: asked_verb }) => {
   document.title = "New job - oocgemm";
+  const verb = NAMES.includes(asked_verb) ? asked_verb : "gemm";
+  const { groups, more: further, fields: all, bodyOf, textsOf, fieldsOf } = formOf(verb);
   const inputs = new Map(), errors = new Map();
   const lists = { all: h("datalist", { id: "roots" }), writable: h("datalist", { id: "roots-rw" }) };
   const rows = (fields) => h("div", { class: "fields" }, fields.map((field) => row(field, inputs, errors)));
-  const more = h("details", { class: "card" }, h("summary", {}, "More options"), rows(MORE));
-  const roots = h("p", { class: "note" }), prediction = dryRun();
+  const more = h("details", { class: "card" }, h("summary", {}, "More options"), rows(further));
+  const roots = h("p", { class: "note" }), prediction = dryRun(all);
   const button = h("button", { class: "primary" }, "Submit job"), wrong = h("p", { class: "bad", role: "alert" });
   const group = ([heading, fields]) => h("fieldset", { class: "card" },
-    h("legend", {}, heading), rows(fields), heading === "Product" && roots);
+    h("legend", {}, heading), rows(fields), heading === groups[0][0] && roots);
   const onsubmit = (event) => { event.preventDefault(); submit(); };
   const form = h("form", { class: "new", oninput: () => changed(), onsubmit },
-    h("div", { class: "inputs" }, GROUPS.map(group), more),
-    h("aside", { class: "card dry", "aria-label": "Dry run" },
-      h("h2", {}, "Dry run"), prediction.element, wrong, button),
+    h("div", { class: "inputs" }, groups.map(group), more),
+    h("div", { class: "side" },
+      h("aside", { class: "card dry", "aria-label": "Dry run" }, h("h2", {}, "Dry run"), prediction.element),
+      h("div", { class: "card sending" }, wrong, button)),
     lists.all, lists.writable);
-  const what = "A product C = A × B of arrays beneath the roots of the service. "
-    + "Nothing is submitted before you press the button.";
+  const what = `${verb === "gemm" ? "A product C = A × B" : `The result of oocgemm.${verb}`} of arrays beneath the `
+    + "roots of the service. Nothing is submitted before you press the button.";
+  const choice = h("select", { id: "verb", onchange: () => { location.hash = `#/new?verb=${choice.value}`; } },
+    NAMES.map((name) => h("option", { value: name, selected: name === verb }, name)));
   main.replaceChildren(
     h("div", {}, h("a", { class: "brow", href: "#/" }, "← Queue"), h("h1", { tabindex: -1 }, "New job"),
-      h("p", { class: "meta" }, what)),
+      h("p", { class: "meta" }, what), h("p", { class: "verbs" }, h("label", { for: "verb" }, "Verb "), choice)),
     form,
   );
 
   let timer = 0, asked = null, closed = false, sending = false, sent = { text: "", key: "" };
-  const texts = () => Object.fromEntries(FIELDS.map(({ name }) => {
+  const texts = () => Object.fromEntries(all.map(({ name }) => {
     const input = inputs.get(name);
     return [name, input.type === "checkbox" ? (input.checked ? "on" : "") : input.value.trim()];
   }));
@@ -52,7 +57,7 @@ export const formView = (main, { from }) => {
     asked?.abort();
     asked = new AbortController();
     const now = texts(), mine = asked;
-    const missing = ["a", "b", "c"].filter((name) => !now[name]);
+    const missing = all.filter(({ name, required }) => required && !now[name]).map(({ label }) => label);
     if (missing.length) { mark([], null); prediction.missing(missing); return; }
     if (!quiet) prediction.busy();
     try {
@@ -72,13 +77,13 @@ export const formView = (main, { from }) => {
   const refuse = (problem, now) => {
     const names = fieldsOf(problem, now);
     mark(names, problem);
-    if (names.some((name) => MORE.some((field) => field.name === name))) more.open = true;
+    if (names.some((name) => further.some((field) => field.name === name))) more.open = true;
     prediction.refused(problem, names, (name) => inputs.get(name).focus(), useSmallest);
   };
   const mark = (names, problem) => {
     for (const [name, error] of errors) {
       const bad = names.includes(name);
-      setText(error, bad ? messageOf(problem) : "");
+      setText(error, bad && names.length === 1 ? messageOf(problem) : ""); // of several fields, the dry run says it
       if (bad) inputs.get(name).setAttribute("aria-invalid", "true");
       else inputs.get(name).removeAttribute("aria-invalid");
     }
@@ -126,6 +131,7 @@ export const formView = (main, { from }) => {
     const earlier = from ? call("GET", `/v1/jobs/${encodeURIComponent(from)}`) : null;
     const [found, job] = await Promise.all([call("GET", "/v1/roots"), earlier]);
     if (closed) return;
+    if (job && job.verb !== verb) { location.replace(`#/new?verb=${job.verb}&from=${from}`); return; }
     const option = ({ name }) => h("option", { value: `${name}:` });
     lists.all.append(...found.roots.map(option));
     lists.writable.append(...found.roots.filter((root) => root.writable).map(option));
@@ -141,10 +147,10 @@ export const formView = (main, { from }) => {
   return { close: () => { closed = true; clearTimeout(timer); asked?.abort(); } };
 };
 
-const row = ({ name, label, help, kind = "text", place, root }, inputs, errors) => {
+const row = ({ name, label, help, kind = "text", place, root, required }, inputs, errors) => {
   const id = `field-${name}`, error = h("p", { class: "bad", id: `${id}-error`, "aria-live": "polite" });
   const described = `${id}-help ${id}-error`;
-  const shared = { id, name, required: Boolean(root), "aria-describedby": described, autocomplete: "off" };
+  const shared = { id, name, required: Boolean(required), "aria-describedby": described, autocomplete: "off" };
   const input = Array.isArray(kind) ? h("select", shared, kind.map(([value, text]) => h("option", { value }, text)))
     : kind === "check" ? h("input", { ...shared, type: "checkbox" })
     : h("input", {
@@ -160,7 +166,7 @@ const row = ({ name, label, help, kind = "text", place, root }, inputs, errors) 
 };
 
 // The dry run: what is missing, the plan, or why the service refuses the job.
-const dryRun = () => {
+const dryRun = (fields) => {
   const said = h("div", { "aria-live": "polite" }), [plan, setPlan] = facts("facts plan");
   const [grid, setGrid] = tiles({ planned: true }), planning = h("p", { class: "meta" }, "Planning…");
   const element = h("div", {}, planning, said, plan, grid);
@@ -174,8 +180,7 @@ const dryRun = () => {
   return {
     element,
     missing: (names) => {
-      const wanted = list(names.map((name) => name.toUpperCase()));
-      set("missing", h("p", { class: "meta" }, `Name ${wanted} to see the plan, the time and the start.`));
+      set("missing", h("p", { class: "meta" }, `Name ${list(names)} to see the plan, the time and the start.`));
     },
     // The previous plan is shown until there is a new one.
     busy: () => (element.dataset.state === "planned" ? show(planning, true) : set("busy")),
@@ -197,8 +202,9 @@ const dryRun = () => {
       said.setAttribute("aria-live", "polite");
       const { smallest } = problem.body ?? {};
       const button = (text, onclick) => h("button", { type: "button", onclick }, text);
-      const label = (name) => FIELDS.find((field) => field.name === name).label;
-      set("refused", h("p", { class: "finding" }, problem.title), names.length === 0 && h("p", {}, messageOf(problem)),
+      const label = (name) => fields.find((field) => field.name === name).label;
+      // A message about one field is beside that field.
+      set("refused", h("p", { class: "finding" }, names.length === 1 ? problem.title : messageOf(problem)),
         h("div", { class: "actions" }, names.map((name) => button(`Go to ${label(name)}`, () => go(name))),
           smallest && button("Use the smallest budget", () => use(smallest))));
     },

@@ -5,6 +5,7 @@ import { attempts } from "./attempts.js";
 import { Live, newer } from "./live.js";
 import { log } from "./log.js";
 import { bar, chip, facts, lanes, nothing, problemBox } from "./parts.js";
+import { preview } from "./preview.js";
 import { report } from "./report.js";
 import { tiles } from "./tiles.js";
 import {
@@ -24,11 +25,11 @@ export const jobView = (main, { id, user, onState }) => {
   const [shown, setShare] = bar("Tiles of C that are finished");
   const [figures, setFigures] = facts("figures"), [grid, setTiles] = tiles(), [busy, setBusy] = lanes();
   const [setup, setSetup] = table(), [history, addEvent] = attempts(), printed = log(id);
-  const reported = h("div");
+  const reported = h("div"), found = h("div");
   const now = h("section", { class: "card" }, h("h2", {}, "Lanes in the last seconds"), busy);
   const verdict = h("section", { class: "card verdict", "aria-label": "State" }, finding, more, shown);
   const parts = [
-    verdict, figures,
+    verdict, figures, found,
     h("div", { class: "half column" },
       h("section", { class: "card" }, h("h2", {}, "Tiles of C"), grid),
       h("section", { class: "card late" }, h("h2", {}, "Plan"), setup)),
@@ -44,7 +45,7 @@ export const jobView = (main, { id, user, onState }) => {
   for (const part of parts) show(part, false);
   const button = (action) => h("button",
     { type: "button", class: action === "cancel" && "danger", onclick: () => act(action) }, ACTIONS[action]);
-  const again = () => h("a", { class: "button", href: `#/new?from=${id}` }, "Submit again");
+  const again = () => h("a", { class: "button", href: `#/new?verb=${job.verb}&from=${id}` }, "Submit again");
   const make = (action) => [action === "again" ? again() : button(action), () => {}];
   const buttons = new Keyed(actions, (action) => action, make);
   let job = null, closed = false, tilesShown = "", last = 0, ended = false, shownReport = null;
@@ -70,6 +71,8 @@ export const jobView = (main, { id, user, onState }) => {
     setSetup(planOf(job));
     if (parts[0].hidden) for (const part of parts) show(part, part !== reported);
     drawState();
+    if (job.result?.preview && !found.firstChild) found.append(preview(job.result.preview));
+    show(found, job.state === "succeeded" && Boolean(found.firstChild));
     printed.follow(!FINAL.has(job.state) && job.attempt > 0);
     show(printed.element, job.attempt > 0);
     drawReport();
@@ -102,8 +105,9 @@ export const jobView = (main, { id, user, onState }) => {
   };
 
   const drawReport = () => {
-    show(reported, job.state === "succeeded");
-    if (job.state !== "succeeded" || shownReport) return;
+    const has = job.state === "succeeded" && job.result?.verdict !== undefined; // pca has no report
+    show(reported, has);
+    if (!has || shownReport) return;
     shownReport = report(`${path}/report`);
     reported.append(shownReport.element);
   };
@@ -202,6 +206,7 @@ const detail = (job) => {
   }
   if (job.state === "held") return "It stays in the queue until someone releases it.";
   if (job.state === "paused") return "Finished tiles are kept. It goes on with the others when someone resumes it.";
+  if (job.state === "succeeded") return job.result?.verdict ?? "";
   if (job.state === "cancelled") return job.error ?? "Finished tiles are kept. Retry goes on with the others.";
   return job.error ?? "";
 };
@@ -220,8 +225,10 @@ const figuresOf = (job, done, total) => {
 
 const planOf = (job) => [
   ["product", `${shape(job.plan)}, ${dtypes(job.plan)}`],
-  ...operandsOf(job).map(([name, value]) => [name.toUpperCase(), typeof value === "string" ? value : JSON.stringify(value)]),
+  ...operandsOf(job).map(([name, value]) => [name.length > 1 ? name : name.toUpperCase(),
+    typeof value === "string" ? value : JSON.stringify(value)]),
   ["result", job.c ?? job.out],
+  ["in Python", callOf(job)],
   ["tile", `${extents(job.plan.tile[0], job.plan.tile[1])}, panels ${spaced(job.plan.tile[2])} deep`],
   ["grid", `${extents(...job.plan.tiles)} tiles`],
   ...Object.entries(job.options).filter(([option]) => option !== "tile").map(optionOf),
@@ -230,6 +237,19 @@ const planOf = (job) => [
   ...(job.deadline ? [["deadline", time(job.deadline)]] : []),
   ...(job.needs.length ? [["needs", job.needs.join(" ")]] : []),
 ];
+
+// Returns the call that repeats a job: its arguments are the JSON of the job, as Python writes it.
+const callOf = (job) => {
+  const python = (value) => {
+    if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
+    if (value === null || typeof value === "boolean") return { true: "True", false: "False", null: "None" }[value];
+    if (typeof value !== "object") return JSON.stringify(value);
+    return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${python(each)}`).join(", ")}}`;
+  };
+  const out = job.verb === "gemm" ? ["c", job.c] : ["out", job.out];
+  const given = [...operandsOf(job), out, ...Object.entries(job.options)];
+  return `oocgemm.Client().${job.verb}(${given.map(([name, value]) => `${name}=${python(value)}`).join(", ")})`;
+};
 
 const optionOf = ([name, value]) =>
   [name.replaceAll("_", " "), name.endsWith("_memory") && typeof value === "number" ? size(value) : String(value)];

@@ -48,7 +48,10 @@ const route = async () => {
   }
   if (page === "") showView(queueView);
   else if (page === "jobs" && id) showView(jobView, { id: decodeURIComponent(id) });
-  else if (page === "new") showView(formView, { from: new URLSearchParams(query).get("from") });
+  else if (page === "new") {
+    const given = new URLSearchParams(query);
+    showView(formView, { from: given.get("from"), verb: given.get("verb") });
+  }
   else showView(noView);
 };
 const noView = (to) => {

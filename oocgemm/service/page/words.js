@@ -31,16 +31,19 @@ export const ACTIONS = {
 
 export const title = (job) => job.name || (job.verb === "gemm" ? `${last(job.c)} = ${last(job.a)} × ${last(job.b)}`
   : `${last(job.out)} = ${job.verb}(${operandsOf(job).map(([, value]) => last(value)).join(", ")})`);
-const last = (value) => (typeof value === "string" ? value.split(/[:/]/).at(-1) : Object.keys(value)[0]);
-// Returns the operands of a job with their names.
-export const operandsOf = (job) => ["a", "e", "x", "v", "b", "y"].filter((name) => job[name])
-  .map((name) => [name, job[name]]);
+const last = (value) => {
+  if (typeof value === "string") return value.split(/[:/]/).at(-1);
+  return typeof value === "object" && !Array.isArray(value) ? Object.keys(value)[0] : String(value);
+};
+// Returns the operands and other parameters of a job, with their names.
+export const operandsOf = (job) => ["a", "b", "e", "x", "k", "v", "y", "alpha", "to"]
+  .filter((name) => job[name] !== undefined && job[name] !== null).map((name) => [name, job[name]]);
 export const count = (number, one, many = `${one}s`) => `${spaced(number)} ${number === 1 ? one : many}`;
 // All numbers have thin spaces between thousands, as in the report.
 export const spaced = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
 export const extents = (...sizes) => sizes.map(spaced).join(" × ");
 export const shape = (plan) => extents(plan.m, plan.n, plan.k);
-export const dtypes = (plan) => (plan.a_dtype === plan.c_dtype ? plan.a_dtype : `${plan.a_dtype} to ${plan.c_dtype}`);
+export const dtypes = (plan) => (plan.a_dtype === plan.c_dtype || plan.c_dtype.startsWith("void") ? plan.a_dtype : `${plan.a_dtype} to ${plan.c_dtype}`);
 
 const scaled = (value, units, base) => {
   let i = 0;
@@ -89,7 +92,7 @@ export const stamp = (element, at) => { element.setAttribute("datetime", new Dat
 export const secondsLeft = (job) => {
   if (job.state !== "running" || !job.started || !job.progress) return null;
   const { done, total } = job.progress, passed = now() - job.started;
-  if (done < 2) return Math.max(0, job.predicted_s - passed);
+  if (done < 2) return passed < job.predicted_s ? job.predicted_s - passed : null; // it takes longer than predicted
   return (passed / done) * (total - done);
 };
 export const left = (job) => {
