@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from oocgemm.service import dispatcher
@@ -36,6 +37,8 @@ LOSE_ANSWER = """(() => { const right = window.fetch; window.fetch = async (...s
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     with page_server(tmp_path_factory.mktemp("server")) as found:
+        genotypes = np.random.default_rng(1).integers(0, 3, (12, 40)).astype(np.int8)
+        np.save(found.data / "G.npy", genotypes)
         yield found
 
 
@@ -360,3 +363,44 @@ def test_a_grid_of_many_tiles_stays_legible(page: Page, server: RealServer, rows
     assert before[0] == after[0] <= 64 * 48
     assert (before[1], after[1]) == (after[0] - 1, after[0])
     assert side >= 5  # pixels
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1440, "light"), (390, "dark")])
+def test_jobs_of_other_verbs_are_submitted_and_shown(
+    page: Page, server: RealServer, width: int, theme: str
+) -> None:
+    page.open(f"{server.url}/#/new", width=width, theme=theme)
+    page.until("document.getElementById('verb')")
+    for verb, texts, shown in (
+        ("grm", {"x": "data:G.npy"}, "elements, 12 × 12: the first"),
+        ("similarity", {"e": "data:A.npy", "topk": "3"}, "scores, 64 × 3: the first"),
+        ("pca", {"x": "data:A.npy", "k": "4", "transform": "scale=k"}, "Singular values, from"),
+    ):
+        page.open(f"{server.url}/#/new?verb={verb}", width=width, theme=theme)
+        page.until(f"document.getElementById('verb')?.value === '{verb}'")
+        fill(page, **texts, out=f"out:{verb}-{width}.zarr")
+        page.until("document.querySelector('.dry [data-state=planned]')")
+        # On a phone, the button stays at the lower edge of the window, over the fields.
+        assert [each for each in page.js(FAULTS) if not each.endswith('lies on "Submit job"')] == []
+        page.press("Enter")
+        page.until(STATE.format("succeeded"))
+        page.until("document.querySelector('.preview')")
+        assert shown in text(page, ".preview")
+        assert f"{verb}-{width}.zarr = {verb}(" in text(page, "h1")
+        assert ("-bound" in text(page, ".verdict")) == (verb != "pca")
+        assert page.js(FAULTS) == []
+        assert page.js(CONTRAST) == []
+        assert complaints(page, server) == []
+    page.js("[...document.querySelectorAll('.actions a')].at(-1).click()")  # submit again
+    page.until("document.getElementById('field-transform')?.value === 'scale=k'")
+    assert page.js("document.getElementById('field-k').value") == "4"
+
+
+def test_a_problem_with_two_fields_is_said_once(page: Page, server: RealServer) -> None:
+    page.open(f"{server.url}/#/new")
+    fill(page, a="data:A.npy", b="data:G.npy", c="out:wrong.npy")
+    page.until("document.querySelector('.dry [data-state=refused]')")
+    said = page.js("document.querySelector('main').textContent.split('hapes do not match').length - 1")
+    assert said == 1
+    assert "hapes do not match" in text(page, ".dry .finding")
+    assert page.js("document.querySelectorAll('[aria-invalid=true]').length") == 2
