@@ -260,6 +260,15 @@ class Rectangles:
         """Return the function that returns keys of chunks of the matrix, given that of the array."""
         return lambda place: of_array(tuple(number(place) for number in self.numbers))
 
+    def place(self, indices: Sequence[int]) -> tuple[int, int] | None:
+        """Return the row and the column in the grid of a chunk with these indices; None if not used."""
+        found = [0, 0]
+        for number, index in zip(self.numbers, indices, strict=True):
+            if not 0 <= index - number.first < number.modulo:
+                return None
+            found[number.axis] += (index - number.first) * number.divide
+        return found[0], found[1]
+
 
 def rectangles(fold: Fold, chunk: Sequence[int], order: Order = "C") -> Rectangles | None:
     """Return how chunks of an array fold to rectangles; None if they do not.

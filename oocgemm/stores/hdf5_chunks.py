@@ -13,7 +13,7 @@ calls.
 import io
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -105,7 +105,10 @@ class Index:
 
 
 def listed(found: "h5py.Dataset", path: str) -> tuple[Index, str]:
-    """Return the index of a dataset's chunks and ""; or an empty index and the reason why it is unknown."""
+    """Return the index of a dataset's chunks and ""; or an empty index and the reason why it is unknown.
+
+    A dataset that is folded has methods that convert offsets in it to places in the matrix, and back.
+    """
     (height, width), grid = found.chunks, _grid(found)
     nothing = Index(grid, *(np.zeros(0, dtype) for dtype in ("i8", "i8", "i8", "u4")))
     if 0 in grid:
@@ -124,6 +127,10 @@ def listed(found: "h5py.Dataset", path: str) -> tuple[Index, str]:
     def add(chunk: Any) -> bool | None:
         nonlocal entries
         at, mask, offset, size = chunk
+        if place is not None:
+            every.append(found.number(at))
+            if (at := place(at)) is None:
+                return None
         top, left = (0, *at)[-2:]  # a dataset of one dimension is one row
         entries.extend((top, left, mask, offset, size))
         if len(entries) == 5 * _LISTED:
@@ -132,6 +139,8 @@ def listed(found: "h5py.Dataset", path: str) -> tuple[Index, str]:
             return True if outside or len(parts) * _LISTED > most else None  # True ends the list
         return None
 
+    place: Callable[[Sequence[int]], tuple[int, int] | None] | None = getattr(found, "place", None)
+    every = array("q")
     found.id.chunk_iter(add)
     pack()
     if sum(len(part[0]) for part in parts) > most:
@@ -141,7 +150,7 @@ def listed(found: "h5py.Dataset", path: str) -> tuple[Index, str]:
         "this version of HDF5 does not state where its chunks are: copy it into a dataset whose second "
         "axis is not unlimited, in a file without a user block"
     )
-    if outside:
+    if outside or -1 in every or len(set(every)) < len(every):
         return nothing, wrong
     numbers, offsets, sizes, masks = (np.concatenate(column) for column in zip(*parts, strict=True))
     if (numbers[1:] <= numbers[:-1]).any():
@@ -188,8 +197,10 @@ def _is_right(found: "h5py.Dataset", path: str, index: Index) -> bool:
             if sum(file.expected) > size:
                 continue
             try:
-                corner = i * found.chunks[0], j * found.chunks[1]
-                mask, _ = dataset.id.read_direct_chunk(corner[-dataset.ndim :])
+                corner = (i * found.chunks[0], j * found.chunks[1])[-dataset.ndim :]
+                if hasattr(found, "corner"):
+                    corner = found.corner((i, j))
+                mask, _ = dataset.id.read_direct_chunk(corner)
             except Exception:  # h5py raises exceptions of many types for a chunk that is not stored
                 return False
             if not file.seen or mask != index.masks[at]:

@@ -21,7 +21,7 @@ from oocgemm.stores import declared
 from oocgemm.stores.base import Matrix, checked
 from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.files import RefusedFileError, check_regular, open_regular, worth_caching
-from oocgemm.stores.folding import Fold, Folding
+from oocgemm.stores.folding import Fold, Folding, Rectangles, rectangles
 from oocgemm.stores.formats import MARK, is_sparse
 from oocgemm.stores.hdf5 import has_signature
 from oocgemm.stores.hdf5_chunks import Fill, HDF5Chunks, HDF5Matrix, Index, Reader, listed
@@ -141,6 +141,45 @@ class _DatasetRow:
 
     def __getitem__(self, at: tuple[slice, slice]) -> Any:
         return self._dataset[at[1]][None]
+
+
+class _FoldedDataset:
+    """A dataset whose chunks are rectangles of a folded matrix, with the members that are used here."""
+
+    def __init__(self, name: str, dataset: "h5py.Dataset", fold: Fold, found: Rectangles) -> None:
+        self._dataset, self._found, self._stored = dataset, found, dataset.chunks
+        self.shape, self.chunks = fold.shape, found.chunk
+        self._boxes = BoxMatrix(name, fold, dataset, chunk=dataset.chunks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Any:
+        (top, end), (left, right) = (
+            slice(x.start, x.stop).indices(n)[:2] for x, n in zip(at, self.shape, strict=True)
+        )
+        out = np.empty((end - top, right - left), self._boxes.dtype)
+        self._boxes.read((top, end), (left, right), out)
+        return out.astype(self._dataset.dtype)
+
+    def number(self, offset: tuple[int, ...]) -> int:
+        """Return the number of the chunk at an offset, of all of the dataset; -1 if there is none."""
+        found = 0
+        for at, size, extent in zip(offset, self._stored, self._dataset.shape, strict=True):
+            if at % size or not 0 <= at < extent:
+                return -1
+            found = found * -(-extent // size) + at // size
+        return found
+
+    def place(self, offset: tuple[int, ...]) -> tuple[int, int] | None:
+        """Return the first row and column of the chunk at an offset; None if it is not used."""
+        found = self._found.place([at // size for at, size in zip(offset, self._stored, strict=True)])
+        return found and (found[0] * self.chunks[0], found[1] * self.chunks[1])
+
+    def corner(self, place: tuple[int, int]) -> tuple[int, ...]:
+        """Return the offset in the dataset of a chunk of the matrix's grid."""
+        numbers = zip(self._found.numbers, self._stored, strict=True)
+        return tuple(number(place) * size for number, size in numbers)
 
 
 def _opened(name: str, path: str) -> "h5py.File":
@@ -272,8 +311,13 @@ def _folded(name: str, found: "h5py.Dataset", path: str, fold: Fold) -> tuple[Re
             lines = fold_lines(name, Path(path), fold, found.shape, found.dtype, offset)
             if lines is not None:
                 return lines, ""
+    why, shapes = _BOXES, None if found.chunks is None else rectangles(fold, found.chunks)
+    if shapes is not None and shapes.order == "C":
+        reader, why = _reader(name, _FoldedDataset(name, found, fold, shapes), path, fold.shape)
+        if not why:
+            return reader, ""
     whole = found.shape if found.chunks is None else found.chunks
-    return BoxMatrix(name, fold, found, chunk=whole), _BOXES
+    return BoxMatrix(name, fold, found, chunk=whole), why
 
 
 def _check_here(place: str, found: "h5py.Dataset") -> None:

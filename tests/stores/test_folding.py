@@ -1,6 +1,7 @@
 """Arrays of any number of dimensions, folded into matrices, equal NumPy's transposes and reshapes."""
 
 import random
+import warnings
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -292,3 +293,22 @@ def test_missing_chunks_of_folded_arrays_are_fill_values_unless_they_are_deleted
     (tmp_path / "a.zarr" / "c" / "2" / "0" / "0").unlink()
     with pytest.raises(oocgemm.ExecutionError, match="is missing"):
         whole(matrix)
+
+
+@pytest.mark.parametrize("isel", [None, {0: slice(2, 7)}, {1: 1}, {0: slice(2, 8), 1: slice(1, 3)}])
+@pytest.mark.parametrize("filters", [{}, {"compression": "gzip", "shuffle": True}, {"fletcher32": True}])
+def test_hdf5_chunks_that_are_rectangles_are_read_without_h5py(
+    tmp_path: Path, filters: dict[str, Any], isel: Any
+) -> None:
+    x = np.arange(9 * 4 * 5, dtype="<f4").reshape(9, 4, 5) + 1
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = file.create_dataset("x", x.shape, "f4", chunks=(2, 1, 5), maxshape=(None, 4, 5), **filters)
+        data[:4], data[6:] = x[:4], x[6:]  # some chunks are not stored
+        expected = data[:]
+    source = oocgemm.as_matrix(f"{tmp_path}/a.h5::x", rows=[0], isel=isel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        matrix = open_matrix("A", source)
+    expected = expected[tuple((isel or {}).get(axis, slice(None)) for axis in range(3))]
+    np.testing.assert_array_equal(whole(matrix), expected.reshape(matrix.shape))
+    assert matrix.describe()["direct"]
