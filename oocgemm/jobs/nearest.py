@@ -27,7 +27,7 @@ from oocgemm.jobs.request import Request, Selection
 from oocgemm.jobs.run import Result
 from oocgemm.jobs.stats import inverse_norms
 from oocgemm.jobs.steps import Cosines
-from oocgemm.jobs.transforming import memory_of, readable
+from oocgemm.jobs.transforming import memory_of, readable, with_numbers
 from oocgemm.planning import DTYPES, GemmProblem
 from oocgemm.stores import Array, Collecting, Matrix
 from oocgemm.stores.transform import Transform
@@ -161,12 +161,14 @@ class Search:
     def _in_float64(self, rows: Array) -> tuple[Array, Array]:
         """Return the exact distances and the numbers of the nearest rows to some rows."""
         request, into, most = self.request, self._into, self._opened[2].n
-        cast = replace(request.a.transform or Transform(), cast="float64")
+        # Means and scales are those of all rows, not those of `rows`.
+        changes = [with_numbers(readable(x, memory_of(request))) or Transform() for x in self._opened[:2]]
+        left, right = (replace(change, cast="float64") for change in changes)
         count = min(most, into.topk + SPARE)  # more than the row itself, if it does not count
         request = replace(
             request,
-            a=replace(request.a, transform=cast, kept=rows),
-            b=replace(request.b, transform=cast),
+            a=replace(request.a, transform=left, missing=None, kept=rows),
+            b=replace(request.b, transform=right, missing=None),
             into=replace(into, topk=count, same=False, excludes_self=False, cosine=False),
             epilogue=(Cosines(),) if into.cosine else request.epilogue,
             compute="native",

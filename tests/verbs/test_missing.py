@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import DataWarning, InputError
+from oocgemm.jobs import nearest
 from tests.support.command import command as run
 from tests.support.fake_cuda import fake_cuda
 from tests.support.plink import genotypes, write_bed
@@ -213,6 +214,30 @@ def test_steps_of_a_transform_follow() -> None:
     change = oocgemm.Transform(target_sum=100)
     found = oocgemm.cov(x, missing=NAN, transform=change, backend="host").out
     np.testing.assert_allclose(found, np.cov(counted), rtol=1e-9)
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize(
+    "change", [None, oocgemm.Transform(center="k", scale="k"), oocgemm.Transform(scale="k", log1p=True)]
+)
+def test_rows_that_are_searched_again_have_the_means_of_all_rows(
+    monkeypatch: pytest.MonkeyPatch, second: bool, change: oocgemm.Transform | None
+) -> None:
+    x, lost = with_gaps(7, (30, 6))
+    x = np.abs(x).astype(np.float32)
+    errors = nearest.Search._error
+    unsure = 1e9 * (np.arange(30) < 2)  # only two rows are searched again
+    monkeypatch.setattr(nearest.Search, "_error", lambda self, problem: errors(self, problem) + unsure)
+    wide = x.astype(float)
+    if change is not None and change.log1p:
+        wide = np.log1p(wide)
+    complete = filled(wide, lost, 0)
+    if change is not None:
+        complete = complete / wide.std(axis=0, where=~lost)
+    far = euclidean(complete) + (0 if second else np.diag(np.full(30, np.inf)))
+    more: Any = {"y": x} if second else {}
+    found = oocgemm.neighbors(x, topk=3, missing=NAN, transform=change, backend="host", **more)
+    np.testing.assert_allclose(found.distances, np.sort(far)[:, :3], atol=1e-5)
 
 
 def test_integers_stay_exact_if_a_number_of_their_dtype_replaces() -> None:
