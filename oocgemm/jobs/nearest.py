@@ -27,11 +27,11 @@ from oocgemm.jobs.request import Request, Selection
 from oocgemm.jobs.run import Result
 from oocgemm.jobs.stats import inverse_norms
 from oocgemm.jobs.steps import Cosines
-from oocgemm.jobs.transforming import memory_of, readable, with_numbers
+from oocgemm.jobs.transforming import memory_of, readable
 from oocgemm.planning import DTYPES, GemmProblem
 from oocgemm.stores import Array, Collecting, Matrix
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import chain_of
+from oocgemm.stores.transformed import chain_of, with_numbers
 
 # The number of candidates beyond those that are wanted.
 SPARE = 8

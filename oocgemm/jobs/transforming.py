@@ -421,21 +421,6 @@ def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Numbers, .
     return tuple(numbers)
 
 
-def with_numbers(matrix: Matrix) -> Transform | None:
-    """Return the transform of a readable operand, with numbers in place of "mean", "k" and "hwe"."""
-    view = chain_of(matrix)
-    while view is not None and not isinstance(view, TransformedMatrix):
-        view = chain_of(view.matrix)
-    if view is None or view.own_numbers is None:
-        return None
-    known: dict[str, Any] = {}
-    for step, numbers in zip(view.own_steps, view.own_numbers, strict=True):
-        if numbers is not None:
-            name = "center" if step.kind == "correct" else step.kind
-            known[name] = np.array(1 / numbers if name == "scale" else numbers)
-    return replace(view.transform, **known)
-
-
 def memory_of(request: Request) -> int:
     """Return the bytes that a pass over an operand before the run may take."""
     given = request.budgets.all_host_memory

@@ -384,6 +384,21 @@ class TransformedMatrix(SteppedMatrix):
         return str(self.transform or "no change")
 
 
+def with_numbers(matrix: Matrix) -> Transform | None:
+    """Return the transform of a readable operand, with numbers in place of "mean", "k" and "hwe"."""
+    view = chain_of(matrix)
+    while view is not None and not isinstance(view, TransformedMatrix):
+        view = chain_of(view.matrix)
+    if view is None or view.own_numbers is None:
+        return None
+    known: dict[str, Any] = {}
+    for step, numbers in zip(view.own_steps, view.own_numbers, strict=True):
+        if numbers is not None:
+            name = "center" if step.kind == "correct" else step.kind
+            known[name] = np.array(1 / numbers if name == "scale" else numbers)
+    return replace(view.transform, **known)
+
+
 class FilledMatrix(TransformedMatrix):
     """A transformed matrix whose missing elements become means, and 0 where all elements are missing."""
 
