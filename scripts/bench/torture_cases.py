@@ -42,7 +42,7 @@ class Case:
         return self.journals > 0 or self.command == "pca"
 
 
-JOURNALED = ("run", "gram", "corr", "cov", "grm")
+JOURNALED = ("run", "gram", "corr", "cov", "grm", "distances")
 # Stores the product of a kernel matrix and a matrix. The arguments are X, the result, the backend, and others
 # of `oocgemm.kernel_matmul`.
 KERNEL_MATMUL = """
@@ -93,4 +93,6 @@ CASES = (
     Case("raw", dtype="float32", sparse=True),
     Case("raw", dtype="float32", options=("--verify",), sparse=True),
     Case("npy", command="gram", dtype="float32", options=("--axis", "1"), sparse=True),
+    Case("raw", command="distances", dtype="float32"),
+    Case("raw", command="distances", dtype="int8", options=("--metric", "hamming")),
 )
