@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from oocgemm.verbs.correlation import corr, cov
     from oocgemm.verbs.distances import distances
     from oocgemm.verbs.gemm import gemm, gram, matmul, plan, plan_gram
+    from oocgemm.verbs.kinship import ibs, king
     from oocgemm.verbs.ld import LD, ld
     from oocgemm.verbs.ld_scores import LDScores, ld_scores
     from oocgemm.verbs.lstsq import LeastSquares, lstsq, ridge
@@ -114,8 +115,10 @@ __all__ = [
     "genotypes",
     "gram",
     "grm",
+    "ibs",
     "keep",
     "kernel_matmul",
+    "king",
     "ld",
     "ld_scores",
     "lstsq",
@@ -161,6 +164,7 @@ _HOMES = {
     "verbs.correlation": ("corr", "cov"),
     "verbs.distances": ("distances",),
     "verbs.gemm": ("gemm", "gram", "matmul", "plan", "plan_gram"),
+    "verbs.kinship": ("ibs", "king"),
     "verbs.ld": ("LD", "ld"),
     "verbs.ld_scores": ("LDScores", "ld_scores"),
     "verbs.lstsq": ("LeastSquares", "lstsq", "ridge"),

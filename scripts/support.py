@@ -65,6 +65,8 @@ class Cell:
         if executor == support.SERVICE:
             uses |= {"URL"} if self.operand == "remote" else set()
             uses |= {"resume"} if self.mode == "resume" else set()
+        if self.mode == "verify":
+            uses |= support.VERBS[self.verb].checked
         if self.operand == "transformed":
             uses.add("transform")
             if not {"transform", "transform_a"} & options.keys():

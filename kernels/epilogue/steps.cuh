@@ -81,6 +81,11 @@ __device__ inline double within(double c, const step_t& s, long long i, long lon
     return number(s.rows, i) <= number(s.cols, j) ? c : s.value == 0 ? 0 : nan("");
 }
 
+__device__ inline double kinship(double c, const step_t& s, long long i, long long j, double) {
+    const double u = number(s.rows, i), v = number(s.cols, j);
+    return 0.5 - (2 * s.value - u - v - 2 * c) / (4 * fmin(u, v));
+}
+
 // Steps that combine the sums t of several terms. Their order is that of `COMBINING` in oocgemm/planning/sinks.py.
 __device__ inline double undefined() {
     const double zero = 0;
@@ -95,6 +100,13 @@ __device__ inline double pairwise_correlation(const double* t, double value) {
     const bool defined = of_x > value * t[0] * t[4] && of_y > value * t[0] * t[5];
     return !defined ? undefined() : r > 1 ? 1 : r < -1 ? -1 : r;
 }
+__device__ inline double pairwise_kinship(const double* t, double) {
+    return 0.5 - (2 * t[0] - t[1] - t[2] - 2 * t[3]) / (4 * fmin(t[1], t[2]));
+}
+__device__ inline double shared_alleles(const double* t, double) { return 0.5 + 0.5 * (t[1] + t[2]) / t[0]; }
+__device__ inline double ibs0(const double* t, double) { return 0.5 * (t[0] - t[1]); }
+__device__ inline double ibs1(const double* t, double) { return t[0] - t[1] - t[2]; }
+__device__ inline double ibs2(const double* t, double) { return t[0] + 0.5 * (t[1] + t[2]); }
 
 #ifndef OOC_TERMS
 #define OOC_TERMS 1

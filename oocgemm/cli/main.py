@@ -45,7 +45,15 @@ _OWN = {
         "Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.",
     ),
     "hold": ("queue:hold", "Keep queued jobs from starting, until `oocgemm release`."),
+    "ibs": (
+        "statistics:ibs",
+        "Compute the share of alleles that the individuals in X share (identity by state).",
+    ),
     "info": ("measuring:info", "Show what is installed, how fast it is, and what is missing."),
+    "king": (
+        "statistics:king",
+        "Compute KING's robust kinship of the individuals in X, as plink2 --make-king does.",
+    ),
     "ld": (
         "statistics:ld",
         "Compute the correlations of pairs of variants that are near one another, and store them.",

@@ -199,6 +199,43 @@ def grm(x: str, out: str, quiet: bool, dry_run: bool, **options: Any) -> None:
         )
 
 
+@verb_command("king", "x", "out")
+def king(x: str, out: str, **options: Any) -> None:
+    """Compute KING's robust kinship of the individuals in X, as plink2 --make-king does.
+
+    X has genotypes 0, 1 and 2: a PLINK 1 .bed file with its .bim and .fam files, or an array. OUT is the path
+    of a zarr array or a .npy file. With --threshold, only pairs of at least this kinship are stored, and OUT
+    is a new zarr group as for `oocgemm similarity`.
+
+    Example: oocgemm king data.bed related.zarr --threshold 0.0884
+    """
+    _relate(oocgemm.king, x, out, **options)
+
+
+@verb_command("ibs", "x", "out")
+def ibs(x: str, out: str, **options: Any) -> None:
+    """Compute the share of alleles that the individuals in X share (IBS), or counts of variants.
+
+    X and OUT are as for `oocgemm king`.
+
+    Example: oocgemm ibs data.bed similarities.zarr
+    """
+    _relate(oocgemm.ibs, x, out, **options)
+
+
+def _relate(verb: Callable[..., Any], x: str, out: str, threshold: float | None, **options: Any) -> None:
+    """Run a verb that stores a matrix or, with a threshold, pairs."""
+    if threshold is None:
+        run_product(partial(verb, x, out), out, (x,), **options)
+        return
+    if not options["dry_run"]:
+        check_saving(out, x, None, options["axis"])
+    # Most other options are refused if they are given.
+    known = SELECTION_OPTIONS | {"axis", "missing", "chromosomes", "measure", "as_json", "quiet", "dry_run"}
+    options = {name: value for name, value in options.items() if value or name in known}
+    run_product(partial(verb, x, threshold=threshold), out, (x,), **options)
+
+
 @click.command()
 @click.argument("x", type=Place())
 @click.argument("out", type=Place(), required=False)

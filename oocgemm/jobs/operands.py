@@ -68,6 +68,8 @@ MAX_SQUARE = float(np.finfo(np.float64).max) / 16
 
 # Largest number of ones whose sum is exact in float32.
 _MAX_EXACT = 1 << 24
+# Dtypes whose small elements a GPU multiplies as int8.
+_BYTES = "int8", "uint8", "bool"
 # Largest sum in int32.
 _MAX_INT32 = (1 << 31) - 1
 # dtypes of scores, by the dtype of E, where the default dtype of C does not fit.
@@ -393,9 +395,14 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
 
 def _exact(request: Request, backend: str, *matrices: Matrix) -> tuple[Matrix, ...]:
     """Return operands in the dtype in which a backend sums small integers without rounding, and fast."""
-    most = request.terms.largest * max(max(matrix.shape) for matrix in matrices)
-    if backend == "cuda" or not request.terms.largest:
+    if not request.terms.largest:
         return matrices
+    if backend == "cuda" and all(matrix.dtype.name in _BYTES for matrix in matrices):
+        return tuple(
+            matrix if matrix.dtype == np.int8 else ConvertedMatrix(matrix, np.dtype(np.int8))
+            for matrix in matrices
+        )
+    most = request.terms.largest * max(max(matrix.shape) for matrix in matrices)
     wide = np.dtype(np.float32 if most <= _MAX_EXACT else np.float64)
     return tuple(ConvertedMatrix(matrix, wide) for matrix in matrices)
 

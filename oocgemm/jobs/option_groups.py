@@ -60,6 +60,7 @@ DISTANCES = ("euclidean", "sqeuclidean", "cosine", "jaccard", "hamming")
 BIT_ORDERS = ("big", "little")
 CONSTANT = ("nan", "drop", "raise")
 GRM_METHODS = ("gcta", "vanraden")
+IBS_MEASURES = ("similarity", "ibs0", "ibs1", "ibs2")
 PCA_METHODS = ("auto", "exact", "randomized")
 GRM_CASTS = ("float32", "float64", "float16", "bfloat16")
 

@@ -25,6 +25,7 @@ from oocgemm.jobs.option_groups import (
     DISTANCES,
     GRM_CASTS,
     GRM_METHODS,
+    IBS_MEASURES,
     METRICS,
     PCA_METHODS,
     CorrelationOptions,
@@ -279,7 +280,62 @@ class CovArguments(_Second, _Axis, _Pairwise, CorrelationOptions, total=False):
     ]
 
 
-class GrmArguments(_Uplo, _Axis, DenseOptions, total=False):
+class _Calls(TypedDict, total=False):
+    missing: Annotated[
+        float | None,
+        Option(
+            "Code of missing genotypes, such as -9 or nan.",
+            "NaN counts as missing too. None: no genotype is missing.",
+            -1,
+            metavar="CODE",
+        ),
+    ]
+    chromosomes: Annotated[
+        Chromosomes | None,
+        Option(
+            "Chromosomes of a .bed file whose variants are used, such as 1-22,X or all.",
+            "The .bim file names them. A number, such as 21, is a name too. For other operands, pass None or "
+            '"all".',
+            shown="autosomes, which are 1-22; all if the .bim file names none",
+            metavar="NAMES",
+        ),
+    ]
+
+
+class _Related(TypedDict, total=False):
+    threshold: Annotated[
+        float | None,
+        Option(
+            "Keep only pairs of different individuals whose result is at least this number.",
+            "The sparse matrix is kept in memory, like that of `similarity`.",
+            metavar="NUMBER",
+        ),
+    ]
+
+
+class KinshipOptions(_Uplo, _Axis, _Calls, DenseOptions, total=False):
+    """Options of `oocgemm.king` and `ibs` except `threshold` and `measure`."""
+
+
+class KingArguments(_Related, KinshipOptions, total=False):
+    """All options of `oocgemm.king`."""
+
+
+class IbsArguments(_Related, KinshipOptions, total=False):
+    """All options of `oocgemm.ibs`."""
+
+    measure: Annotated[
+        str,
+        Option(
+            "similarity: the share of alleles that two individuals share. ibs0, ibs1, ibs2: the number of "
+            "variants at which they share 0, 1 or 2 alleles.",
+            default=IBS_MEASURES[0],
+            choices=IBS_MEASURES,
+        ),
+    ]
+
+
+class GrmArguments(_Uplo, _Axis, _Calls, DenseOptions, total=False):
     """All options of `oocgemm.grm`."""
 
     method: Annotated[
@@ -290,15 +346,6 @@ class GrmArguments(_Uplo, _Axis, DenseOptions, total=False):
             "They are the algorithms 0 and 1 of GCTA's --make-grm-alg.",
             GRM_METHODS[0],
             choices=GRM_METHODS,
-        ),
-    ]
-    missing: Annotated[
-        float | None,
-        Option(
-            "Code of missing genotypes, such as -9 or nan.",
-            "NaN counts as missing too. None: no genotype is missing.",
-            -1,
-            metavar="CODE",
         ),
     ]
     cast: Annotated[
@@ -319,16 +366,6 @@ class GrmArguments(_Uplo, _Axis, DenseOptions, total=False):
             "exact. The numbers are in x.grm.N.bin for x.grm.bin, in x.counts.zarr for x.zarr. A pair "
             "without a common variant is 0.",
             False,
-        ),
-    ]
-    chromosomes: Annotated[
-        Chromosomes | None,
-        Option(
-            "Chromosomes of a .bed file whose variants are used, such as 1-22,X or all.",
-            "The .bim file names them. A number, such as 21, is a name too. For other operands, pass None or "
-            '"all".',
-            shown="autosomes, which are 1-22; all if the .bim file names none",
-            metavar="NAMES",
         ),
     ]
 

@@ -372,7 +372,9 @@ class Source:
     - `impute`: whether missing genotypes in a .bed file are replaced by means.
     - `missing`: what replaces missing elements; None if `transform` alone says it.
     - `standardize`: how rows of op(A) are standardized: "center" or "scale", or "shift" to subtract the means
-      of what is known, while missing elements become NaN; "" if they are not.
+      of what is not NaN; "" if they are not.
+    - `absent`: the code of missing elements, which become NaN. If it is NaN, those that the operand declares
+      do; None: missing elements are errors.
     - `constant`: if rows are scaled, what happens to rows of equal elements.
     - `kept`: the numbers of the rows that are used; None for all.
     - `known`: if it is set, X is replaced by 1 for known genotypes and 0 elsewhere (`Known`).
@@ -386,6 +388,7 @@ class Source:
     impute: bool = False
     missing: Missing | None = None
     standardize: str = ""
+    absent: float | None = None
     constant: str = "nan"
     kept: Array | None = None
     known: Known | None = None

@@ -49,6 +49,7 @@ from oocgemm.jobs.steps import (
     Gaussian,
     Hamming,
     Jaccard,
+    Kinship,
     Pearson,
     RankOne,
     Scale,
@@ -693,6 +694,8 @@ def epilogue_numbers(
                 found.append((None, None))
             case Within():
                 found.append((step.rows, step.cols))
+            case Kinship():
+                found.append((step.heterozygous, step.heterozygous))
             case Coefficients():
                 found.append((factors(a), factors(b)))
             case Pearson():

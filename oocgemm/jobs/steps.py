@@ -212,6 +212,21 @@ class Combined:
         return Step(self.kind, value=self.value)
 
 
+@dataclass(frozen=True, eq=False)
+class Kinship:
+    """Make KING's robust kinship of the product of genotypes -1, 0 and 1 of individuals without missing ones.
+
+    `heterozygous` has the number of heterozygous genotypes of each individual, of `variants`.
+    """
+
+    heterozygous: Array
+    variants: int
+
+    @property
+    def step(self) -> Step:
+        return Step("kinship", True, True, float(self.variants))
+
+
 @dataclass(frozen=True)
 class Cast:
     """Round C to float16, bfloat16, float32 or float64, as the last step. It replaces out_dtype."""
@@ -221,7 +236,7 @@ class Cast:
 
 # The steps that callers pass, and those that verbs add.
 EpilogueStep = Scale | RankOne | Add | Divide | Correlation | Gaussian | Cast
-AnyStep = EpilogueStep | Distance | Jaccard | Hamming | SquareRoot | Squared | Within | Combined
+AnyStep = EpilogueStep | Distance | Jaccard | Hamming | SquareRoot | Squared | Within | Combined | Kinship
 Epilogue = Sequence[AnyStep]
 
 
@@ -334,7 +349,9 @@ def _step(given: AnyStep, problem: GemmProblem, name: str) -> Step:
             return Step("divide_or_zero" if isinstance(given, DivideOrZero) else "divide")
         case Correlation():
             return Step("correlation", True, True)
-        case Distance() | Jaccard() | Hamming() | SquareRoot() | Squared() | Within() | Combined():
+        case (
+            Distance() | Jaccard() | Hamming() | SquareRoot() | Squared() | Within() | Combined() | Kinship()
+        ):
             return given.step
         case Gaussian():
             gamma = given.gamma

@@ -116,6 +116,7 @@ class Verb(NamedTuple):
     """Facts about a verb, beside its function and its options (`oocgemm.jobs.options`).
 
     - `uses`: the features that the verb uses, beside those of its options.
+    - `checked`: the features that it uses with `verify`, beside those.
     - `command`: the summary of the command ``oocgemm VERB X OUT``, which calls the function for X and saves
       the result at OUT (`oocgemm.cli.statistics`); "" if the verb has no such command.
     - `parameters`: what each parameter takes, except options, in their order. A verb without a place of the
@@ -124,6 +125,7 @@ class Verb(NamedTuple):
     """
 
     uses: frozenset[str] = frozenset()
+    checked: frozenset[str] = frozenset()
     command: str = ""
     parameters: Mapping[str, str] = {"x": OPERAND, "out": OUT}
     selects: frozenset[str] = frozenset()
@@ -140,6 +142,8 @@ VERBS: Mapping[str, Verb] = {
     "neighbors": Verb(parameters=_COMPARED),
     "distances": Verb(parameters=_COMPARED | {"out": OUT}),
     "grm": Verb(),
+    "king": Verb(checked=frozenset({"verify of terms"}), selects=frozenset({"threshold"})),
+    "ibs": Verb(checked=frozenset({"verify of terms"}), selects=frozenset({"threshold"})),
     "pca": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "k": COUNT, "out": OUT}),
     "svd": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "k": COUNT}),
     "lstsq": Verb(frozenset({"passes"}), parameters={"x": OPERAND, "y": OPERAND}),

@@ -182,9 +182,8 @@ def opened(name: str, request: Request) -> Matrix:
 
 def completed(matrix: Matrix, source: Source, request: Request) -> Matrix:
     """Return an operand of a request, with missing genotypes replaced if the request asks for that."""
-    if source.standardize == "shift" and request.decode:
-        code = None if source.missing is None else source.missing.code
-        return with_nan(matrix, MISSING if code is None and isinstance(matrix, Genotypes) else code)
+    if source.absent is not None:
+        return with_nan(matrix, None if isnan(source.absent) else source.absent)
     replaces = isinstance(source.transform, Transform) and source.transform.missing is not None
     by_variants = source.missing is None or means_of_variants(matrix, source.missing)
     wanted = source.impute and request.decode and not replaces and by_variants

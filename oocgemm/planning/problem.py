@@ -447,7 +447,8 @@ class GemmProblem:
         real = self.acc_dtype in ("float32", "float64")
         same = self.b.shares and self.cover.halves
         kept = self.sink.stores_c and self.c_dtype in ("float32", "float64")
-        return same and real and kept and not (self.planes or self.checked or self.terms.count > 1)
+        several = self.terms.count > 1 or self.terms.a != self.terms.b
+        return same and real and kept and not (self.planes or self.checked or several)
 
     @property
     def finish_slots(self) -> int:
@@ -498,11 +499,8 @@ class GemmProblem:
 
     @property
     def combined_dtype(self) -> str:
-        """The dtype in which a GPU keeps elements in an accumulator, if an epilogue changes them there.
-
-        The elements of several terms are combined to real numbers, also if they are integers.
-        """
-        return "float32" if self.terms.count > 1 and self.acc_dtype == "int32" else self.acc_dtype
+        """The dtype in which a GPU keeps elements in an accumulator, if an epilogue changes them there."""
+        return "float32" if self.epilogue and self.acc_dtype == "int32" else self.acc_dtype
 
     @property
     def dtypes(self) -> dict[str, str]:

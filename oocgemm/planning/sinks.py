@@ -34,6 +34,7 @@ STEPS = {
     "root": "the square root of c",
     "identical": "value where u[i] = v[j], unless c is NaN; c elsewhere",
     "squared": "c^2 - value (1 - c^2)",
+    "kinship": "1 / 2 - (2 value - u[i] - v[j] - 2 c) / (4 min(u[i], v[j]))",
     "within": "c where u[i] <= v[j]; elsewhere 0, or NaN if value is not 0",
 }
 # The steps that combine the sums of several terms (`oocgemm.planning.terms`) to c, with the terms in their
@@ -44,6 +45,13 @@ COMBINING = {
     "pairwise_covariance": ("m n", "x n", "m y", "x y"),
     # The correlation. It is NaN where a variance is at most `value` times the mean square of its elements.
     "pairwise_correlation": ("m n", "x n", "m y", "x y", "x^2 n", "m y^2"),
+    # Genotypes x and y are -1, 0 and 1. h is 1 where x is heterozygous (0), and g is the same for y. KING's
+    # robust kinship; the share of alleles that are identical by state; how many genotypes share 0, 1, 2.
+    "pairwise_kinship": ("m n", "h n", "m g", "x y"),
+    "shared_alleles": ("m n", "h g", "x y"),
+    "ibs0": ("x^2 y^2", "x y"),
+    "ibs1": ("m n", "h g", "x^2 y^2"),
+    "ibs2": ("h g", "x^2 y^2", "x y"),
 }
 # The steps that read D, and the steps whose vectors u and v are computed from the operands.
 _MERGING = ("add", "divide", "divide_or_zero")

@@ -8,6 +8,7 @@ integers, whose sums are exact without that.
 
 from dataclasses import replace
 from math import isnan, nan
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from oocgemm.jobs.request import Request
 from oocgemm.jobs.steps import Cast, Combined
 from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.terms import Map, Terms
-from oocgemm.stores import Genotypes, Matrix
+from oocgemm.stores import Genotypes
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.unpacked import with_nan
 
@@ -62,23 +63,28 @@ def pairwise(request: Request, kind: str, ddof: float = 0.0) -> Request:
             "transform replaces missing elements, and pairwise leaves them out: drop missing from the "
             "transform, or drop pairwise"
         )
-    given = {id(each.given): each.given for each in (request.a, request.b)}.values()
-    opened = [stores.open_matrix("X", each, decode=request.decode) for each in given]
-    squares = kind == "correlation"
-    coded = missing is None or missing.code == MISSING
-    if all(isinstance(x, Genotypes) for x in opened) and request.a.transform is None and coded:
-        terms, tolerance, how = moments(MISSING, squares=squares), 0.0, ""
+    sides = {"a": request.a, "b": request.b}
+    opened = {
+        side: stores.open_matrix("X", each.given, decode=request.decode) for side, each in sides.items()
+    }
+    counts = {side: request.decode and isinstance(x, Genotypes) for side, x in opened.items()}
+    squares, how = kind == "correlation", ""
+    code = None if missing is None else missing.code
+    if all(counts.values()) and request.a.transform is None and code in (None, MISSING):
+        terms, tolerance = moments(MISSING, squares=squares), 0.0
     else:
         # Rounding errors of the sums of k numbers, and of their squares.
-        k = max(max(x.shape) for x in opened)
+        k = max(max(x.shape) for x in opened.values())
         terms, tolerance, how = moments(nan, squares=squares), 4 * k * float(np.finfo(float).eps), "shift"
     combined = Combined(f"pairwise_{kind}", tolerance if squares else ddof)
-    cast = (Cast(_result(opened)),) if request.into.stores_c else ()
-    request = replace(request, terms=terms, epilogue=(combined, *cast))
-    return request.with_operands(standardize=how)
-
-
-def _result(opened: list[Matrix]) -> str:
-    """Return the dtype of stored coefficients."""
-    wide = any(not isinstance(x, Genotypes) and with_nan(x, None).dtype == np.float64 for x in opened)
-    return "float64" if wide else "float32"
+    wide = any(not counts[side] and with_nan(x, None).dtype == np.float64 for side, x in opened.items())
+    cast = (Cast("float64" if wide else "float32"),) if request.into.stores_c else ()
+    changed: dict[str, Any] = {
+        side: replace(
+            each,
+            standardize=how,
+            absent=None if not how else code if code is not None else MISSING if counts[side] else nan,
+        )
+        for side, each in sides.items()
+    }
+    return replace(request, terms=terms, epilogue=(combined, *cast), **changed)

@@ -139,7 +139,7 @@ def grm(
     known = Transform(missing=missing)
     known.result("X", matrix.dtype)  # refuses complex operands
     matrix, op = stores.by_rows(accepted(matrix, known), Op.T if axis else Op.N)
-    chosen = _chosen(x, named, chromosomes, matrix.shape[1 - int(op.swaps)])
+    chosen = chosen_variants(x, named, chromosomes, matrix.shape[1 - int(op.swaps)])
     individuals: Sequence[tuple[str, str]] = ()
     if gcta is not None and not dry_run:
         individuals = _individuals(named, matrix.shape[int(op.swaps)])
@@ -190,8 +190,8 @@ def _bytes_stored(request: Request, individuals: int, *, counts: bool) -> int:
     return (1 + counts) * 4 * elements
 
 
-def _chosen(x: Any, named: Genotypes | None, chromosomes: Chromosomes | None, extent: int) -> Array:
-    """Return whether each variant is on one of the chromosomes."""
+def chosen_variants(x: Any, named: Genotypes | None, chromosomes: Chromosomes | None, extent: int) -> Array:
+    """Return whether each of the `extent` variants of X is on one of the chromosomes."""
     if named is not None:
         return on_chromosomes(named.chromosomes(), stores.leaves(x), chromosomes)
     if chromosomes not in (None, ALL):

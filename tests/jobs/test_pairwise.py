@@ -20,6 +20,7 @@ from oocgemm.planning.terms import ONE, Terms
 from oocgemm.planning.tiling import TileShape
 from oocgemm.verbs.pairwise import moments
 from tests.support.backends_here import ENGINES, Engine, running_on
+from tests.support.command import command
 from tests.support.fake_cuda import fake_cuda
 from tests.support.plink import genotypes, write_bed
 from tests.support.products import product_of
@@ -226,6 +227,21 @@ def test_verify_is_a_hole(tmp_path: Path) -> None:
     with pytest.raises(CombinationError, match="verify checks one product"):
         oocgemm.corr(sample(6, 9), tmp_path / "c.zarr", pairwise=True, verify=True, backend="host")
     assert not (tmp_path / "c.zarr").exists()
+
+
+def test_commands_leave_missing_elements_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = sample(20, 30)
+    np.save("x.npy", x)
+    given = "--pairwise", "--backend", "host", "--quiet"
+    for verb, right in (("corr", pandas_of(x, x)), ("cov", pandas_of(x, x, cov=True))):
+        assert command(verb, "x.npy", f"{verb}.npy", *given).code == 0
+        np.testing.assert_allclose(np.load(f"{verb}.npy"), right, rtol=1e-12, atol=1e-12)
+    assert command("corr", "x.npy", "pairs.zarr", "--threshold", "0.3", *given).code == 0
+    group: Any = zarr.open_group("pairs.zarr")
+    np.testing.assert_array_equal(
+        group["scores"][:], oocgemm.corr(x, pairwise=True, threshold=0.3, backend="host").scores
+    )
 
 
 def test_transformed_elements_stay_missing() -> None:

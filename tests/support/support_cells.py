@@ -83,6 +83,11 @@ def _relationships(x: Array) -> Array:
     return z @ z.T / x.shape[1]
 
 
+def _kinship(x: Array) -> Array:
+    hets = (x == 1).sum(axis=1)
+    return 0.5 - np.square(x[:, None] - x).sum(axis=2) / (4 * np.minimum(hets[:, None], hets))
+
+
 def _kernel(x: Array) -> Array:
     squares = ((x[:, None] - x[None]) ** 2).sum(axis=2)
     return np.exp(-GAMMA * squares) @ V
@@ -125,6 +130,8 @@ CALLS: Mapping[str, Call] = {
     ),
     "distances": Call(oocgemm.distances, lambda found: found.out, _distances),
     "grm": Call(oocgemm.grm, lambda found: found.out, _relationships),
+    "king": Call(oocgemm.king, lambda found: found.out, _kinship),
+    "ibs": Call(oocgemm.ibs, lambda found: found.out, lambda x: 1 - np.abs(x[:, None] - x).mean(2) / 2),
     "pca": Call(
         oocgemm.pca,
         lambda found: found.singular_values,

@@ -185,10 +185,20 @@ def _correlations(value: float, n: Array, sx: Array, sy: Array, sxy: Array, sxx:
     return found
 
 
+def _kinships(value: float, n: Array, of_x: Array, of_y: Array, xy: Array) -> Array:
+    found: Array = 0.5 - (2 * n - of_x - of_y - 2 * xy) / (4 * np.minimum(of_x, of_y))
+    return found
+
+
 # What the first step makes of the sums of several terms (`oocgemm.planning.sinks.COMBINING`).
 _COMBINED: dict[str, Callable[..., Array]] = {
     "pairwise_covariance": _covariances,
     "pairwise_correlation": _correlations,
+    "pairwise_kinship": _kinships,
+    "shared_alleles": lambda value, n, both, xy: 0.5 + 0.5 * (both + xy) / n,
+    "ibs0": lambda value, same, xy: 0.5 * (same - xy),
+    "ibs1": lambda value, n, both, same: n - both - same,
+    "ibs2": lambda value, both, same, xy: both + 0.5 * (same + xy),
 }
 
 
@@ -239,6 +249,8 @@ def _changed(
         case "squared":
             c *= c
             c -= step.value * (1 - c)
+        case "kinship":
+            c = 0.5 - (2 * step.value - u - v - 2 * c) / (4 * np.minimum(u, v))
         case "within":
             np.copyto(c, np.nan if step.value else 0, where=~np.asarray(u <= v))
         case _:
