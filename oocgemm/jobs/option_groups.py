@@ -58,6 +58,7 @@ Devices = str | Sequence[int]  # "all", "0,1" or [0, 1]
 METRICS = ("cosine", "dot")
 DISTANCES = ("euclidean", "sqeuclidean", "cosine", "jaccard", "hamming")
 BIT_ORDERS = ("big", "little")
+METHODS = ("pearson", "spearman")
 CONSTANT = ("nan", "drop", "raise")
 GRM_METHODS = ("gcta", "vanraden")
 IBS_MEASURES = ("similarity", "ibs0", "ibs1", "ibs2")

@@ -26,6 +26,7 @@ from oocgemm.jobs.option_groups import (
     GRM_CASTS,
     GRM_METHODS,
     IBS_MEASURES,
+    METHODS,
     METRICS,
     PCA_METHODS,
     CorrelationOptions,
@@ -233,6 +234,20 @@ class _Correlated(TypedDict, total=False):
     ]
 
 
+class _Coefficient(TypedDict, total=False):
+    method: Annotated[
+        str,
+        Option(
+            "pearson: correlations of elements. spearman: correlations of their ranks in each row.",
+            "Equal elements have the mean of their ranks. The ranks are computed in a pass before, and kept "
+            "in memory or, if that is bounded, in a temporary file.",
+            METHODS[0],
+            choices=METHODS,
+            service=False,
+        ),
+    ]
+
+
 class _Constant(TypedDict, total=False):
     constant: Annotated[
         str,
@@ -263,7 +278,7 @@ class _Pairwise(TypedDict, total=False):
     ]
 
 
-class CoefficientOptions(_Second, _Constant, _Pairwise, CorrelationOptions, total=False):
+class CoefficientOptions(_Second, _Coefficient, _Constant, _Pairwise, CorrelationOptions, total=False):
     """Options of `oocgemm.corr` except `topk`, `threshold` and `axis`."""
 
 

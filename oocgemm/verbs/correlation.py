@@ -16,6 +16,7 @@ from oocgemm.jobs.options import (
     check_names,
     documented,
 )
+from oocgemm.jobs.ranks import ranked
 from oocgemm.jobs.request import Between, Request, parse_gram
 from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients
@@ -67,11 +68,12 @@ def corr(
     threshold: float | None = None,
     y: Operand | None = None,
     constant: str = "nan",
+    method: str = "pearson",
     pairwise: bool = False,
     dry_run: bool = False,
     **options: Unpack[CorrelationOptions],
 ) -> Result | Neighbors | Pairs | Plan:
-    """Compute Pearson's correlation coefficients of the rows of X, as `numpy.corrcoef` does.
+    """Compute correlation coefficients of the rows of X, as `numpy.corrcoef` or `scipy.stats.spearmanr` do.
 
     With `y`, compute those of each row of X with each row of Y, as SciPy's ``1 - cdist(X, Y,
     "correlation")``. Each row is centered and scaled in float64 when it is read. It is rounded to float32
@@ -96,7 +98,11 @@ def corr(
     array([[ 1., -1.],
            [-1.,  1.]])
     """
-    check_choices("corr", constant=constant)
+    check_choices("corr", constant=constant, method=method)
+    if method == "spearman":
+        own: dict[str, Any] = {"topk": topk, "threshold": threshold, "constant": constant, "dry_run": dry_run}
+        found: Result | Neighbors | Pairs | Plan = _of_ranks(x, out, axis, y, own, options, pairwise=pairwise)
+        return found
     if pairwise and constant != "nan":
         raise InputError(
             f"constant = {constant!r} is about whole rows, and with pairwise every pair of rows has its own "
@@ -127,6 +133,34 @@ def corr(
         request = request.with_operands(standardize="scale", impute=True)
         request = request if dry_run else with_constant(request, constant)
     return outcome(request, (lambda found: found) if request.into.stores_c else selected, dry_run=dry_run)
+
+
+def _of_ranks(
+    x: Operand,
+    out: Output,
+    axis: int,
+    y: Operand | None,
+    own: dict[str, Any],
+    options: CorrelationOptions,
+    *,
+    pairwise: bool,
+) -> Any:
+    """Return the coefficients of the ranks of rows."""
+    check_names("corr", options, CorrelationOptions)
+    for name, given in (
+        ("pairwise", pairwise),
+        *((name, options.get(name)) for name in ("transform", "resume")),
+    ):
+        if given:
+            reason = "ranks whole rows of elements as they are stored, in each run again"
+            raise InputError(f"method = 'spearman' {reason}: drop {name} (--{name})")
+    if axis not in (0, 1):
+        raise InputError(f"axis = {axis!r}: pass 0 for the ranks in rows, or 1 in columns")
+    if own["dry_run"]:
+        return corr(x, out, axis=axis, y=y, **own, **options)
+    names, given = ("X",) if y is None else ("X", "Y"), (x,) if y is None else (x, y)
+    with ranked(names, given, axis, out, options) as found:
+        return corr(found[0], out, y=found[1] if len(found) > 1 else None, **own, **options)
 
 
 def with_constant(request: Request, constant: str) -> Request:
