@@ -10,6 +10,7 @@ rows, the unit roundoff u, and the error g of a sum of k products (`rounding.sum
 cosines is half the squared distance of rows of norm 1.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from math import sqrt
@@ -22,7 +23,7 @@ from oocgemm.integrity.passes import Oriented
 from oocgemm.integrity.rounding import OPERANDS, sum_error
 from oocgemm.jobs import run as running
 from oocgemm.jobs.operands import open_operands, squared_norms
-from oocgemm.jobs.pairs import Scaled, sort_candidates, squared_distances
+from oocgemm.jobs.pairs import Scaled, cores, parts_of, sort_candidates, squared_distances
 from oocgemm.jobs.request import Request, Selection
 from oocgemm.jobs.run import Result
 from oocgemm.jobs.stats import inverse_norms
@@ -145,18 +146,27 @@ class Search:
     def _topk(self) -> FoundRows:
         problem, into = self._opened[2], self._into
         run = running.run_request(self.candidates())
-        indices, scores = run.out["index"].astype(np.int64), run.out["score"]
-        rows = np.arange(problem.m)
-        exact, indices = self._ranked(rows, indices)
-        hidden = indices.shape[1] < problem.n - into.excludes_self
-        if hidden and run.plan.problem.acc_dtype == "float32":
-            last = self._computed(scores[:, -1])
-            unsure = exact[:, into.topk - 1] > last - self._error(run.plan.problem)
-            if (again := np.flatnonzero(unsure)).size:
-                exact[again, : into.topk], indices[again, : into.topk] = self._in_float64(again)
-        wanted = np.s_[:, : into.topk]
-        found = self._shown(exact[wanted], scores)
-        return FoundRows(np.ascontiguousarray(indices[wanted]), found, None, replace(run, c=None))
+        kept, rows = run.out, np.arange(problem.m)
+        scores, wanted = kept["score"], np.s_[:, : into.topk]
+        indices = np.empty((problem.m, into.topk), np.int64)
+        distances, unsure = np.empty(indices.shape, scores.dtype), np.zeros(problem.m, bool)
+        hidden = kept.shape[1] < problem.n - into.excludes_self
+        narrow = hidden and run.plan.problem.acc_dtype == "float32"
+        error = self._error(run.plan.problem) if narrow else None
+        parts = parts_of(self._rows.left, self._rows.right, *kept.shape)
+
+        def refine(here: slice) -> None:
+            exact, found = self._ranked(rows[here], kept["index"][here].astype(np.int64))
+            indices[here], distances[here] = found[wanted], self._shown(exact[wanted], scores)
+            if error is not None:
+                unsure[here] = exact[:, into.topk - 1] > self._computed(scores[here, -1]) - error[here]
+
+        with ThreadPoolExecutor(cores(), thread_name_prefix="oocgemm-near") as pool:
+            list(pool.map(refine, parts))
+        if (again := np.flatnonzero(unsure)).size:
+            exact, indices[again] = self._in_float64(again)
+            distances[again] = self._shown(exact, scores)
+        return FoundRows(indices, distances, None, replace(run, c=None))
 
     def _in_float64(self, rows: Array) -> tuple[Array, Array]:
         """Return the exact distances and the numbers of the nearest rows to some rows."""

@@ -21,6 +21,8 @@ from oocgemm.system.installed import compiled
 
 # Maximum number of columns that are read at a time, and of products of elements that are computed at a time.
 DEPTH, PRODUCTS = 1 << 14, 1 << 20
+# Maximum number of pairs of a part of rows in memory. Threads compute the distances of different parts.
+PART = 1 << 17
 # Rows in the same range of BAND rows are read together, if chunks have fewer rows. If most rows are read, the
 # range has DENSE_BAND rows.
 BAND, DENSE_BAND = 32, 1024
@@ -106,8 +108,7 @@ def squared_distances(x: Scaled, y: Scaled, rows: Array, cols: Array, memory: in
     Rows that are not in memory, or not in a dtype of `DTYPES`, are read in about `memory` bytes (`blocks`).
     """
     found = np.zeros(cols.shape)
-    arrays = _elements(x.matrix), _elements(y.matrix)
-    if arrays[0] is not None and arrays[1] is not None and arrays[0].dtype == arrays[1].dtype:
+    if (arrays := _in_memory(x, y)) is not None:
         scales = x.scales, y.scales
         for start in range(0, arrays[0].shape[1], DEPTH):
             span = np.s_[:, start : start + DEPTH]
@@ -138,14 +139,38 @@ def sort_candidates(distances: Array, indices: Array) -> None:
         distances[...] = np.take_along_axis(distances, order, 1)
         indices[...] = np.take_along_axis(indices, order, 1)
         return
-    sizes = map(ctypes.c_size_t, (*distances.shape, _threads()))
+    sizes = map(ctypes.c_size_t, (*distances.shape, _threads(distances.size)))
     addresses = map(ctypes.c_void_p, (distances.ctypes.data, indices.ctypes.data))
     if library.ooc_sort_candidates(*addresses, *sizes):
         raise MemoryError
 
 
-def _threads() -> int:
+def parts_of(x: Scaled, y: Scaled, rows: int, pairs: int) -> list[slice]:
+    """Return the parts of rows with `pairs` pairs each for which threads should call `squared_distances`.
+
+    If rows are read, all pairs are one part: rows are then read once for them.
+    """
+    if _in_memory(x, y) is None:
+        return [slice(0, rows)]
+    height = max(1, PART // max(1, pairs))
+    return [slice(top, top + height) for top in range(0, rows, height)]
+
+
+def cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def _threads(pairs: int) -> int:
+    """Return how many threads work on so many pairs. There may be other threads like the caller."""
+    return cores() if pairs > PART else 1
+
+
+def _in_memory(x: Scaled, y: Scaled) -> tuple[Array, Array] | None:
+    """Return the rows of two matrices in memory; None if compiled code cannot address both."""
+    first, second = _elements(x.matrix), _elements(y.matrix)
+    if first is None or second is None or first.dtype != second.dtype:
+        return None
+    return first, second
 
 
 def _elements(x: Oriented) -> Array | None:
@@ -184,7 +209,7 @@ def _add_distances(
             *(max(1, cols.shape[1]), cols.size, x.shape[1], DTYPES[x.dtype.name]),
         )
         library.ooc_add_distances(
-            ctypes.byref(given), ctypes.c_void_p(sums.ctypes.data), ctypes.c_size_t(_threads())
+            ctypes.byref(given), ctypes.c_void_p(sums.ctypes.data), ctypes.c_size_t(_threads(cols.size))
         )
         return
     step, flat = max(1, PRODUCTS // (4 * max(1, x.shape[1]))), sums.ravel()
@@ -199,7 +224,7 @@ def _add_distances(
         left -= right
         flat[here] += np.einsum("pk,pk->p", left, left)
 
-    with ThreadPoolExecutor(_threads(), thread_name_prefix="oocgemm-pairs") as pool:
+    with ThreadPoolExecutor(cores(), thread_name_prefix="oocgemm-pairs") as pool:
         list(pool.map(add, range(0, len(flat), step)))
 
 

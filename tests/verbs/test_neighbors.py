@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError
-from oocgemm.jobs import nearest, operands
+from oocgemm.jobs import nearest, operands, pairs
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
 from tests.support.suite import each_value, examples
@@ -137,6 +137,7 @@ def test_a_center_from_some_rows_finds_the_same(
 ) -> None:
     monkeypatch.setattr(operands, "SAMPLED_LINES", 16)
     monkeypatch.setattr(operands, "SAMPLED_RUN", 4)
+    monkeypatch.setattr(pairs, "PART", 40)  # pairs are in several parts
     x, y = two("float32", 2000)
     x[:20] -= 4000  # rows are sorted by clusters
     x[7, 3], x[9, 1], y[5, 5] = np.nan, np.nan, np.inf
