@@ -6,7 +6,7 @@ it gives the number of columns where they differ, ``|x| + |y| - 2 x y``, and the
 A column in which two rows differ then counts twice. Products of int8 are exact, and so are these counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,17 +29,18 @@ COUNTS = ("jaccard", "hamming")
 MAX_CODES = 16
 
 
-def check_bits(metric: str, bits: int | None, transform: Any) -> None:
+def check_bits(metric: str, bits: int | None, options: Mapping[str, Any]) -> None:
     """Raise `InputError` for options that do not fit the metric."""
     if bits is not None and metric not in COUNTS:
         raise InputError(
             f"bits = {bits}, but the distance {metric!r} is that of numbers: drop bits (--bits), or pass "
             "metric='jaccard' or 'hamming'"
         )
-    if metric in COUNTS and transform is not None:
+    given = [name for name in ("transform", "missing", "impute") if options.get(name) is not None]
+    if metric in COUNTS and given:
         raise InputError(
-            f"metric = {metric!r} compares codes, which a transform would change: drop transform "
-            "(--transform)"
+            f"metric = {metric!r} compares codes, which {given[0]} would change: drop {given[0]} "
+            f"(--{given[0]})"
         )
 
 

@@ -552,5 +552,5 @@ class PairOptions(PairTransformOptions, SelectionOptions, total=False):
     """Options of `oocgemm.reduce` and `kernel_matmul`. `oocgemm.gemm` describes each."""
 
 
-class PcaOptions(MissingOptions, _Engine, _Memory, _Access, _Devices, _Device, _Watch, total=False):
+class PcaOptions(_Engine, _Memory, _Access, _Devices, _Device, _Watch, total=False):
     """Options of `oocgemm.pca`. `oocgemm.gemm` describes each."""

@@ -32,6 +32,7 @@ from oocgemm.jobs.option_groups import (
     CorrelationOptions,
     DenseOptions,
     GramOptions,
+    MissingOptions,
     Operand,
     Option,
     Options,
@@ -385,7 +386,7 @@ class GrmArguments(_Uplo, _Axis, _Calls, DenseOptions, total=False):
     ]
 
 
-class PcaArguments(TransformOptions, PcaOptions, total=False):
+class PcaArguments(TransformOptions, MissingOptions, PcaOptions, total=False):
     """All options of `oocgemm.pca`."""
 
     center: Annotated[

@@ -309,16 +309,21 @@ class PcaPasses(RowSlices):
     """
 
     def __init__(
-        self, x: Any, columns: int, transform: Transform | None, options: Mapping[str, Any], *, center: bool
+        self,
+        x: Any,
+        columns: int,
+        transform: Transform | None,
+        options: Mapping[str, Any],
+        *,
+        center: bool,
+        missing: Missing | None = None,
     ) -> None:
         """Open X. Nothing is read. Raises `InputError` if X or the transform cannot be used.
 
         Q has the width `columns`, unless X has fewer rows or columns. The `options` are those of `gemm`.
         `center` tells whether the transform centers columns by their means, unless it has other centers.
         """
-        given = {name: options[name] for name in options if name not in ("missing", "impute")}
-        super().__init__("X", x, given)
-        missing = Missing.of(options.get("missing"), options.get("impute"))
+        super().__init__("X", x, options)
         transform = with_missing(self.matrix, Source(x, transform=transform, missing=missing))
         self.transform = _centered(transform or Transform(), center=center)
         # Whether the means of all elements are subtracted, also of those that replace missing ones.

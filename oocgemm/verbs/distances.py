@@ -71,7 +71,7 @@ def distances(
     """
     check_names("distances", options, CorrelationOptions)
     check_choices("distances", metric=metric, bitorder=bitorder)
-    check_bits(metric, bits, options.get("transform"))
+    check_bits(metric, bits, options)
     if metric in COUNTS:
         request = _between(x, y, out, dict(options)).with_operands(impute=True)
         request, step = counting(request, ("X", "X" if y is None else "Y"), metric, bits, bitorder)

@@ -99,7 +99,7 @@ def neighbors(
     """
     check_options("neighbors", options, SimilarityOptions)
     check_choices("neighbors", metric=metric, bitorder=bitorder)
-    check_bits(metric, bits, options.get("transform"))
+    check_bits(metric, bits, options)
     if (topk is None) == (radius is None):
         raise InputError("pass either topk, a number of rows to find for each row, or radius")
     if radius is not None and not (isinstance(radius, int | float) and isfinite(radius) and radius >= 0):

@@ -14,6 +14,7 @@ from oocgemm.jobs.option_groups import Operand, PathLike, PcaOptions
 from oocgemm.jobs.options import PcaArguments, check_choices, check_names, documented
 from oocgemm.jobs.pca_gram import choose, found_by
 from oocgemm.jobs.pca_passes import PcaPasses, PcaState, load_state, save_state, state_path
+from oocgemm.jobs.request import Missing
 from oocgemm.jobs.run import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
@@ -150,6 +151,8 @@ def pca(
     *,
     center: bool = True,
     transform: Transform | None = None,
+    missing: float | None = None,
+    impute: float | str | None = None,
     method: str = "auto",
     iterations: int = 6,
     tol: float = 0.01,
@@ -209,7 +212,9 @@ def pca(
             raise InputError(f"{name} = {value!r}: pass an integer of at least {least}")
     if isinstance(tol, bool) or not isinstance(tol, int | float | np.number) or not 0 <= tol < np.inf:
         raise InputError(f"tol = {tol!r}: pass a number of at least 0, such as 0.01")
-    passes = PcaPasses(x, int(k) + int(oversampling), transform, options, center=center)
+    passes = PcaPasses(
+        x, int(k) + int(oversampling), transform, options, center=center, missing=Missing.of(missing, impute)
+    )
     rows, cols = passes.matrix.shape
     _check_number(k, rows, cols)
     if dry_run:
@@ -293,6 +298,8 @@ def plan_pca(
     *,
     center: bool = True,
     transform: Transform | None = None,
+    missing: float | None = None,
+    impute: float | str | None = None,
     method: str = "auto",
     iterations: int = 6,
     tol: float = 0.01,
@@ -303,7 +310,7 @@ def plan_pca(
     """Return how `pca` would compute components. Nothing is read or written, and no device is used.
 
     Args:
-        x, k, center, transform, method, iterations, tol, oversampling, scores: as for `pca`.
+        x, k, center, transform, missing, impute, method, iterations, tol, oversampling, scores: as for `pca`.
         options: those of `pca`, except device and progress. The cuda backend requires `device_memory`.
 
     Returns:
@@ -314,6 +321,7 @@ def plan_pca(
     """
     check_names("plan_pca", options, PcaOptions.__annotations__.keys() - {"device", "progress"})
     given: dict[str, Any] = {"center": center, "transform": transform, "method": method, "tol": tol}
+    given |= {"missing": missing, "impute": impute}
     given |= {"iterations": iterations, "oversampling": oversampling, "scores": scores}
     return pca(x, k, dry_run=True, **given, **options)
 

@@ -270,6 +270,15 @@ def test_wrong_values_are_refused_before_anything_is_written(tmp_path: Path, how
     assert not list(tmp_path.iterdir())
 
 
+def test_codes_are_compared_as_they_are() -> None:
+    x = np.array([[0, 1], [-9, 1], [1, 1]], np.int8)
+    for how in ({"missing": -9}, {"impute": 0}):
+        options: Any = how
+        for verb in (oocgemm.distances, lambda x, **more: oocgemm.neighbors(x, topk=1, **more)):
+            with pytest.raises(InputError, match="compares codes"):
+                verb(x, metric="hamming", **options)
+
+
 def test_commands_take_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     x, lost = with_gaps(5, (8, 6), -9)
