@@ -1,5 +1,10 @@
 """Correlations of near variants, equal to NumPy's on every executor."""
 
+import random
+import shutil
+import subprocess
+import sys
+import time
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -232,6 +237,33 @@ def test_a_stored_result_is_an_operand(tmp_path: Path) -> None:
     scipy = pytest.importorskip("scipy.sparse")
     assert isinstance(found.to_scipy(), scipy.csr_matrix)
     np.testing.assert_array_equal(found.to_scipy().toarray(), c)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_nothing_half_done(tmp_path: Path) -> None:
+    """Kill 20 runs, most of them while they store pairs. The next run needs no cleaning up."""
+    x = np.random.default_rng(3).integers(0, 3, (50, 4000)).astype(np.int8)
+    np.save(tmp_path / "x.npy", x)
+    out, unfinished = tmp_path / "ld.zarr", tmp_path / "ld.zarr.unfinished"
+    call = f"import oocgemm; oocgemm.ld({str(tmp_path / 'x.npy')!r}, window=900, out={str(out)!r}, backend='host')"
+    right, delays, killed = oocgemm.ld(x, window=900, backend="host"), random.Random(5), 0
+    for number in range(20):
+        run = subprocess.Popen([sys.executable, "-c", call])
+        while run.poll() is None and not unfinished.exists() and not out.exists() and number % 5:
+            time.sleep(0.0005)
+        time.sleep(delays.uniform(0, 0.05 if number % 5 else 1.5))
+        killed += run.poll() is None
+        run.kill()
+        run.wait()
+        if out.exists():
+            group: Any = zarr.open_group(out)
+            np.testing.assert_array_equal(group["data"][:], right.r)
+            np.testing.assert_array_equal(group["indices"][:], right.indices)
+            np.testing.assert_array_equal(group["indptr"][:], right.indptr)
+            shutil.rmtree(out)
+    assert killed >= 15
+    oocgemm.ld(x, window=900, out=out, backend="host")
+    assert not unfinished.exists()
 
 
 @pytest.mark.parametrize(
