@@ -163,7 +163,12 @@ def ld(x: str, out: str, scores: str | None, **options: Any) -> None:
         raise click.UsageError(
             "--pairwise leaves missing genotypes out, and --scores replaces them by means: drop one of them"
         )
-    run_product(partial(oocgemm.ld, x), out, (x,), **options)
+
+    def run(**given: Any) -> Any:
+        found: Any = oocgemm.ld(x, out=out, **given)
+        return found if given.get("dry_run") else found.run
+
+    run_product(run, out, (x,), **options)
     if scores is not None and not options["dry_run"]:
         own = ("min_r2", "pairwise", "timeline")
         others = {name: value for name, value in options.items() if name not in own}

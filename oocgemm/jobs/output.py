@@ -277,7 +277,7 @@ def create_output(job: PreparedRun, folder: Folder | None = None) -> Matrix:
         score = numpy_dtype(problem.c_dtype)
         score = score["score"] if problem.sink.bounded else score
         limit = int(SPARSE_SHARE * available_memory())
-        return SparseMatrix("C", (problem.m, problem.n), score, rule, limit)
+        return SparseMatrix("C", (problem.m, problem.n), score, rule, limit, job.request.into.spills)
     shape, dtype = problem.stored_shape, numpy_dtype(problem.c_dtype)
     if c.path:
         options = job.plan.chunks, job.output.compressor

@@ -191,6 +191,11 @@ class Into:
         """A matrix in memory that the product needs beside A and B; None if it needs none."""
         return None
 
+    @property
+    def spills(self) -> str | None:
+        """The folder in which elements are kept that do not fit in memory; None if they must fit."""
+        return None
+
     def rule(self, problem: GemmProblem, scales: Array | None) -> Rule | None:
         """Return which elements of C, scaled by `scales`, are collected in memory; None if none are."""
         return None
@@ -224,6 +229,7 @@ class Selection(Into):
     - `same`: whether op(B) is the transpose of op(A).
     - `band`: if it is not None, op(B) is the transpose of op(A), and only pairs in this band are kept, once
       each: right of the diagonal. The epilogue drops the other elements of its tiles.
+    - `folder`: `spills`.
     """
 
     stores_c: ClassVar[bool] = False
@@ -237,6 +243,11 @@ class Selection(Into):
     names: tuple[str, str] = ("E", "E")
     same: bool = True
     band: Band | None = None
+    folder: str | None = None
+
+    @property
+    def spills(self) -> str | None:
+        return self.folder
 
     def margin(self, problem: GemmProblem) -> float:
         """Return by how much computed cosines may differ from exact ones; 0 if scores are no cosines.

@@ -168,8 +168,12 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
     if not near:
         return
     starts, cols, scores = found.csr()
-    sizes = np.abs(scores) if selection.absolute else scores
-    at = np.flatnonzero(sizes <= selection.threshold + near)
+    found_near = [np.empty(0, np.int64)]
+    for start in range(0, len(scores), PIECE):
+        part = scores[start : start + PIECE]
+        sizes = np.abs(part) if selection.absolute else part
+        found_near.append(start + np.flatnonzero(sizes <= selection.threshold + near))
+    at = np.concatenate(found_near)
     if not at.size:
         return
     rows = np.searchsorted(starts, at, side="right") - 1

@@ -15,8 +15,10 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Lock
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -37,7 +39,7 @@ from oocgemm.stores.base import (
     refuse_zarr_options,
 )
 from oocgemm.stores.boxes import BoxMatrix
-from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
+from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise, read_fully, write_fully
 from oocgemm.stores.folding import Fold, Folding
 from oocgemm.values import dataclass
 
@@ -352,6 +354,8 @@ def read_block(purpose: str, matrix: Matrix, rows: Range, cols: Range) -> Array:
     return block
 
 
+# Elements of a `SparseMatrix` that are moved at a time. All of them may not fit in memory.
+MOVED = 1 << 20
 # The elements that were kept of a block of C, row by row: the rows and the columns of the block, the number
 # of elements per row, and the column and the score of each element.
 State = tuple[Range, Range, Array, Array, Array]
@@ -427,21 +431,57 @@ class _Found:
         return _Part(self.rows, self.cols, counts, columns, scores)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spilled:
+    """The elements of a `_Part` in a file, from a byte on: first all columns, then all scores."""
+
+    rows: Range
+    cols: Range
+    counts: Array
+    mirrors: bool
+    file: int
+    at: int
+    dtype: np.dtype[Any]
+
+    def part(self) -> _Part:
+        count, at = int(self.counts.sum()), self.at
+        columns, scores = np.empty(count, np.int64), np.empty(count, self.dtype)
+        for array in (columns, scores):
+            read_fully(self.file, array.view(np.uint8), at)
+            at += array.nbytes
+        return _Part(self.rows, self.cols, self.counts, columns, scores, self.mirrors)
+
+
 class SparseMatrix(InProcess):
-    """A `Collecting` result C: it keeps only the elements that a rule selects. It cannot be read."""
+    """A `Collecting` result C: it keeps only the elements that a rule selects. It cannot be read.
+
+    Elements that do not fit in memory are *spilled* to a temporary file, if there is a folder for it.
+    """
 
     def __init__(
-        self, name: str, shape: tuple[int, int], score: np.dtype[Any], rule: Rule, limit: int
+        self,
+        name: str,
+        shape: tuple[int, int],
+        score: np.dtype[Any],
+        rule: Rule,
+        limit: int,
+        folder: str | None = None,
     ) -> None:
-        """Keep elements as scores of dtype `score`, in at most `limit` bytes of memory."""
+        """Keep elements as scores of dtype `score`, in at most `limit` bytes of memory.
+
+        If `folder` is not None, further elements are spilled to a file in it, which has no name. Then `csr`
+        returns arrays in further such files.
+        """
         self.name, self.shape, self.dtype = name, shape, score
         self.layout = InMemory(itemsize=score.itemsize)
         self._rule, self._limit = rule, limit
         self._scales = None if rule.scales is None else rule.scales.astype(score)
         # Parts are sorted while the device is computing others.
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="oocgemm-sparse")
-        self._parts: list[Future[tuple[_Part, ...]]] = []
+        self._parts: list[Future[tuple[_Part | _Spilled, ...]]] = []
         self._bytes, self._adding = 0, Lock()
+        self._folder, self._spilled_bytes = folder, 0
+        self._file = -1  # the descriptor of the file of spilled elements
         self._ordered: tuple[Array, Array, Array] | None = None
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -481,20 +521,51 @@ class SparseMatrix(InProcess):
         with self._adding:
             sides = 2 if self._rule.symmetric and not self._rule.once else 1
             self._bytes += sides * count * (8 + self.dtype.itemsize)
-            if self._bytes > self._limit:
+            spills = self._bytes > self._limit
+            if spills and self._folder is None:
+                remedy = (
+                    "out, a larger min_r2, or a smaller window" if self._rule.once else "a larger threshold"
+                )
                 self._pool.shutdown(wait=False, cancel_futures=True)
                 raise ExecutionError(
                     f"the elements found so far take {format_size(self._bytes)}, more than the "
-                    f"{format_size(self._limit)} of memory for them: pass a larger "
-                    f"{'min_r2, or a smaller window' if self._rule.once else 'threshold'}"
+                    f"{format_size(self._limit)} of memory for them: pass {remedy}"
                 )
-            if count:
+            if count and not spills:
                 self._parts.append(self._pool.submit(self._parts_of, part))
+        if count and spills:
+            done = Future[tuple[_Part | _Spilled, ...]]()
+            done.set_result(tuple(map(self._spilled, self._parts_of(part))))
+            self._parts.append(done)
+
+    def _spilled(self, part: _Part) -> _Spilled:
+        arrays = np.ascontiguousarray(part.columns, np.int64), np.ascontiguousarray(part.scores)
+        with self._adding:
+            if self._file < 0:
+                with TemporaryFile(dir=self._folder) as file:
+                    self._file = os.dup(file.fileno())
+                finalize(self, os.close, self._file)
+            at = self._spilled_bytes
+            self._spilled_bytes += sum(array.nbytes for array in arrays)
+        to = at
+        for array in arrays:
+            write_fully(self._file, array.view(np.uint8), to)
+            to += array.nbytes
+        given = part.rows, part.cols, part.counts, part.mirrors
+        return _Spilled(*given, self._file, at, part.scores.dtype)
+
+    def _array(self, count: int, dtype: Any) -> Array:
+        """Return an array for all elements: in memory, or in a file if some elements are in one."""
+        if self._file < 0 or not count:
+            return np.empty(count, dtype)
+        with TemporaryFile(dir=self._folder) as file:  # the map keeps it
+            return np.memmap(file, dtype, "w+", shape=(count,))
 
     def state(self) -> list[State]:
         """Return the kept elements, for `merge` in another process. Call this method after the last write."""
         once = self._rule.once
-        parts = (part for each in self._parts for part in each.result() if part.mirrors == once)
+        found = (part for each in self._parts for part in each.result() if part.mirrors == once)
+        parts = (part.part() if isinstance(part, _Spilled) else part for part in found)
         return [(part.rows, part.cols, part.counts, part.columns, part.scores) for part in parts]
 
     def merge(self, state: Sequence[State]) -> None:
@@ -515,11 +586,13 @@ class SparseMatrix(InProcess):
         dropped = at[~kept]
         rows = np.searchsorted(starts, dropped, side="right")
         counts = np.diff(starts) - np.bincount(rows, minlength=len(starts))[1:]
-        self._ordered = (
-            np.append(0, np.cumsum(counts)),
-            np.delete(columns, dropped),
-            np.delete(every, dropped),
-        )
+        for number, (first, last) in enumerate(pairwise([*dropped, len(columns)])):
+            for start in range(first + 1, last, MOVED):
+                stop = min(start + MOVED, last)
+                for array in (columns, every):
+                    array[start - number - 1 : stop - number - 1] = array[start:stop]
+        total = len(columns) - len(dropped)
+        self._ordered = np.append(0, np.cumsum(counts)), columns[:total], every[:total]
 
     def _order(self) -> tuple[Array, Array, Array]:
         with self._pool as pool:
@@ -532,10 +605,11 @@ class SparseMatrix(InProcess):
             for part in parts:
                 totals[part.rows[0] + 1 : part.rows[1] + 1] += part.counts
             starts = np.cumsum(totals)
-            columns, scores = np.empty(starts[-1], np.int64), np.empty(starts[-1], self.dtype)
+            columns, scores = self._array(starts[-1], np.int64), self._array(starts[-1], self.dtype)
 
-            def place(part: _Part, firsts: Array) -> None:
+            def place(part: _Part | _Spilled, firsts: Array) -> None:
                 """Copy the elements of a part to the result. `firsts` has the first index for each row."""
+                part = part.part() if isinstance(part, _Spilled) else part
                 shift = firsts - (np.cumsum(part.counts) - part.counts)
                 to = np.repeat(shift, part.counts) + np.arange(len(part.columns))
                 columns[to], scores[to] = part.columns, part.scores

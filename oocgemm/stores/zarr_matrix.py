@@ -596,10 +596,15 @@ def check_free(path: str, wanted: int = 0) -> None:
     check_new("the result", path, wanted)
 
 
-def save_arrays(path: str, arrays: Mapping[str, Array], attributes: Mapping[str, Any] | None = None) -> None:
+def save_arrays(
+    path: str,
+    arrays: Mapping[str, Array],
+    attributes: Mapping[str, Any] | None = None,
+    dtypes: Mapping[str, Any] | None = None,
+) -> None:
     """Write arrays to a new zarr group, and rename it into place when complete. Raises `InputError`.
 
-    `attributes` are those of the group.
+    `attributes` are those of the group. Arrays in `dtypes` are rounded to these dtypes.
     """
     import zarr
 
@@ -611,7 +616,11 @@ def save_arrays(path: str, arrays: Mapping[str, Array], attributes: Mapping[str,
         for name, array in arrays.items():
             rows = max(1, CHUNK_BYTES * max(1, len(array)) // max(1, array.nbytes))
             chunks = (min(rows, max(1, len(array))), *(max(1, extent) for extent in array.shape[1:]))
-            group.create_array(name, data=array, chunks=chunks, compressors=None)
+            dtype = (dtypes or {}).get(name, array.dtype)
+            made = group.create_array(name, shape=array.shape, dtype=dtype, chunks=chunks, compressors=None)
+            for start in range(0, len(array), chunks[0]):
+                part = slice(start, start + chunks[0])
+                made[part] = array[part].astype(dtype, copy=False)
         os.rename(unfinished, path)
     except OSError as error:
         raise InputError(f"a zarr group cannot be written to {path}: {error}") from error
@@ -619,10 +628,22 @@ def save_arrays(path: str, arrays: Mapping[str, Array], attributes: Mapping[str,
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def save_sparse(path: str, shape: tuple[int, int], starts: Array, indices: Array, data: Array) -> None:
+def save_sparse(
+    path: str, shape: tuple[int, int], starts: Array, indices: Array, data: Array, dtype: Any = None
+) -> None:
     """Write a matrix in CSR form to a new zarr group, as AnnData stores it. Raises `InputError`.
 
+    `dtype` is that of the stored data, by default that of `data`.
     The format is that of https://anndata.readthedocs.io/en/latest/fileformat-prose.html#sparse-arrays.
     """
     attributes = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(shape)}
-    save_arrays(path, {"data": data, "indices": indices, "indptr": starts}, attributes)
+    arrays = {"data": data, "indices": indices, "indptr": starts}
+    save_arrays(path, arrays, attributes, {"data": data.dtype if dtype is None else dtype})
+
+
+def stored_arrays(path: str, *names: str) -> tuple[Any, ...]:
+    """Return arrays of a zarr group at a local path."""
+    import zarr
+
+    group = zarr.open_group(path, mode="r")
+    return tuple(group[name] for name in names)

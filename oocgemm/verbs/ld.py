@@ -17,8 +17,9 @@ from oocgemm.jobs.run import Plan, Result, outcome
 from oocgemm.jobs.steps import AnyStep, Coefficients
 from oocgemm.jobs.windows import band_of, within
 from oocgemm.stores import Collecting
+from oocgemm.stores.arrays import MOVED
 from oocgemm.stores.transformed import multiplied_dtype
-from oocgemm.stores.zarr_matrix import check_free, save_sparse
+from oocgemm.stores.zarr_matrix import check_free, save_sparse, stored_arrays
 from oocgemm.values import dataclass
 from oocgemm.verbs.similarity import check_options
 from oocgemm.verbs.variants import near
@@ -35,7 +36,8 @@ class LD:
         indptr: n + 1 numbers for n variants: the pairs of variant i with later variants are numbers indptr[i]
             to indptr[i + 1] - 1.
         indices: the later variant of each pair, int64, in ascending order for each variant.
-        r: the correlation of each pair, float32 or float64.
+        r: the correlation of each pair, float32, or float64 for X in float64. With more pairs than fit in
+            memory, `indices` and `r` are the zarr arrays at `out`.
         run: the plan and the timeline of the run. It has no C.
     """
 
@@ -49,7 +51,8 @@ class LD:
         from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
 
         count = len(self.indptr) - 1
-        return csr_matrix((self.r, self.indices, self.indptr), shape=(count, count))
+        arrays = np.asarray(self.r), np.asarray(self.indices), self.indptr
+        return csr_matrix(arrays, shape=(count, count))
 
     def save(self, path: PathLike) -> None:
         """Write the pairs to a new zarr group at a local path, as anndata stores a `csr_matrix`.
@@ -60,7 +63,9 @@ class LD:
             InputError: something exists at the path, or nothing can be written there.
         """
         count = len(self.indptr) - 1
-        save_sparse(os.fspath(path), (count, count), self.indptr, self.indices, self.r)
+        save_sparse(
+            os.fspath(path), (count, count), self.indptr, np.asarray(self.indices), np.asarray(self.r)
+        )
 
 
 @overload
@@ -99,7 +104,8 @@ def ld(
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `ExecutionError` also if so
-            many pairs are kept that they would take more than 40% of the available memory.
+            many pairs are kept that they would take more than 40% of the available memory, and `out` is not
+            given.
 
     >>> import oocgemm
     >>> x = [[0, 0, 2], [1, 1, 0], [2, 2, 1], [0, 1, 1]]
@@ -118,7 +124,8 @@ def ld(
     request, r_step, firsts = near(x, axis, constant, where, given, dry_run=dry_run, pairwise=pairwise)
     # Coefficients of standardized variants near the threshold are computed again.
     least = sqrt(min_r2) * (1 if isinstance(r_step, Coefficients) else 1 - ROUNDING)
-    into = Selection(threshold=least, absolute=True, names=("X", "X"), band=band_of(firsts))
+    folder = None if place is None else os.path.dirname(os.path.abspath(place))
+    into = Selection(threshold=least, absolute=True, names=("X", "X"), band=band_of(firsts), folder=folder)
     steps: tuple[AnyStep, ...] = r_step, *within(firsts, both=False)
     matrix = stores.open_matrix("X", stores.located("X", x), decode=False)
     count, wide = matrix.shape[axis], multiplied_dtype(matrix.dtype).itemsize == 8
@@ -129,11 +136,16 @@ def ld(
         if (kept := request.a.kept) is not None:
             counts = np.zeros(count, np.int64)
             counts[kept] = np.diff(starts)
-            starts, columns = np.append(0, np.cumsum(counts)), kept[columns]
-        r = r if wide else r.astype(np.float32, copy=False)
-        found = LD(starts, columns, r, replace(result, c=None))
+            starts = np.append(0, np.cumsum(counts))
+            for start in range(0, len(columns), MOVED):
+                part = slice(start, start + MOVED)
+                columns[part] = kept[columns[part]]
+        run, dtype = replace(result, c=None), np.dtype("f8" if wide else "f4")
         if place is not None:
-            found.save(place)
-        return found
+            save_sparse(place, (count, count), starts, columns, r, dtype)
+        if isinstance(r, np.memmap):  # there are more pairs than fit in memory
+            assert place is not None
+            return LD(starts, *stored_arrays(place, "indices", "data"), run)
+        return LD(starts, columns, r.astype(dtype, copy=False), run)
 
     return outcome(replace(request, into=into, epilogue=steps), paired, dry_run=dry_run)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oocgemm
+from oocgemm.jobs import output
 from oocgemm.jobs.windows import Places
 from tests.support.command import command
 from tests.support.fake_cuda import fake_cuda
@@ -239,13 +240,39 @@ def test_a_stored_result_is_an_operand(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.to_scipy().toarray(), c)
 
 
+@pytest.mark.parametrize("kind", ["int8", "float32"])
+def test_pairs_that_do_not_fit_in_memory_are_stored(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = GENOTYPES.astype(kind)
+    x[:, 5] = 1
+    x[:, 31] = x[:, 30]
+    options: Any = {"window": 20, "min_r2": 0.02, "constant": "drop", "tile": "16x16x40", "backend": "host"}
+    with pytest.warns(oocgemm.DataWarning, match="left out"):
+        right = oocgemm.ld(x, **options)
+    monkeypatch.setattr(output, "SPARSE_SHARE", 1e-9)
+    with (
+        pytest.warns(oocgemm.DataWarning, match="left out"),
+        pytest.raises(oocgemm.ExecutionError, match="pass out, a larger min_r2, or a smaller window"),
+    ):
+        oocgemm.ld(x, **options)
+    with pytest.warns(oocgemm.DataWarning, match="left out"):
+        found = oocgemm.ld(x, out=tmp_path / "ld.zarr", verify=True, **options)
+    assert isinstance(found.r, zarr.Array)
+    np.testing.assert_array_equal(found.indptr, right.indptr)
+    np.testing.assert_array_equal(found.indices[:], right.indices)
+    np.testing.assert_array_equal(found.r[:], right.r)
+    assert [path.name for path in tmp_path.iterdir()] == ["ld.zarr"]
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_nothing_half_done(tmp_path: Path) -> None:
     """Kill 20 runs, most of them while they store pairs. The next run needs no cleaning up."""
     x = np.random.default_rng(3).integers(0, 3, (50, 4000)).astype(np.int8)
     np.save(tmp_path / "x.npy", x)
     out, unfinished = tmp_path / "ld.zarr", tmp_path / "ld.zarr.unfinished"
-    call = f"import oocgemm; oocgemm.ld({str(tmp_path / 'x.npy')!r}, window=900, out={str(out)!r}, backend='host')"
+    given = f"{str(tmp_path / 'x.npy')!r}, window=900, out={str(out)!r}, backend='host'"
+    call = f"import oocgemm; oocgemm.ld({given})"
     right, delays, killed = oocgemm.ld(x, window=900, backend="host"), random.Random(5), 0
     for number in range(20):
         run = subprocess.Popen([sys.executable, "-c", call])
