@@ -67,7 +67,10 @@ class Squares:
             self._strips = WHOLE_STRIPS
 
     def of_all_sides(self) -> Bounded:
-        """Return the candidates with tiles of all sizes, each with the first depth that fits."""
+        """Return the candidates with tiles of all sizes, each with the first depth that fits.
+
+        With one I/O thread, the smallest candidate of all stands in if there are none.
+        """
         found: Bounded = []
         n, tried, stale = self._setting.problem.m, set[int](), 0
         for count in self._counts():
@@ -81,7 +84,7 @@ class Squares:
             limit = SLOWER * min((least for least, _ in found), default=inf)
             stale = stale + 1 if more and min(more, key=itemgetter(0))[0] > limit else 0
             found += more
-        if not found:
+        if not found and self._threads == 1:
             least = smallest(self._setting, None)
             found = [(bound(self._prices, least), least)] if min(_free(self._setting, least)) >= 0 else []
         return sorted(found, key=itemgetter(0))
