@@ -8,6 +8,7 @@ have a relative error of more than `MAX_ERROR`, rows are multiplied in float64. 
 the product is refused.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ from oocgemm.errors import InputError
 from oocgemm.jobs import support
 from oocgemm.jobs.option_groups import Transpose
 from oocgemm.jobs.request import Chain, Gram, Reduction, Request, Selection, Source
-from oocgemm.jobs.stats import Stats, largest, squares, stats_of
+from oocgemm.jobs.stats import Stats, largest, moved_squares, squares, stats_of
 from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.transforming import (
     by_rows,
@@ -236,11 +237,11 @@ def centered(
     if not same:
         sides.append((readable(b, memory), int(problem.trans_b.swaps)))
     ranks = problem.epilogue[0].value < 0
-    found, center = _mean([(_sampled(*each), each[1]) for each in sides] if ranks else sides, memory)
+    found, center = ([], _near_mean(sides, memory)) if ranks else _mean(sides, memory)
     # Whether the rows of op(A), and the columns of op(B), are columns of the arrays that the user passed.
     columns = op_of("trans_a", request.a.op).swaps, not op_of("trans_b", request.b.op).swaps
     lines = [("row", "column")[each] for each in columns]
-    dtype = _dtype(problem, sides, None if ranks else found, center, memory, lines)
+    dtype = _dtype(problem, sides, found, center, memory, lines)
     if dtype == "float64" and problem.compute in ("tf32", "bf16"):
         raise InputError(
             f"compute = {problem.compute!r} rounds rows, and {_purpose(problem)} needs their distances from "
@@ -264,10 +265,16 @@ def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> li
     """
     sides = [(a, int(not problem.trans_a.swaps)), (b, int(problem.trans_b.swaps))]
     sides = sides[:1] if a is b else sides
-    _, center = _mean([(_sampled(*each), each[1]) for each in sides], memory)
-    dtype = DTYPES[problem.a_dtype].accumulator
-    found = [_norms(x, k_axis, center, memory, dtype) for x, k_axis in sides]
+    center, dtype = _near_mean(sides, memory), DTYPES[problem.a_dtype].accumulator
+    found = [_norms(x, k_axis, center, memory, dtype, moved_squares) for x, k_axis in sides]
     return [found[0], found[-1]]
+
+
+def _near_mean(sides: list[tuple[Matrix, int]], memory: int) -> Array:
+    """Return a center for distances that are ranked: the mean of some rows, in the dtype of all operands."""
+    _, center = _mean([(_sampled(*each), each[1]) for each in sides], memory)
+    narrow = all(x.dtype == np.float32 for x, _ in sides)
+    return center.astype(np.float32).astype(float) if narrow else center
 
 
 def _sampled(x: Matrix, k_axis: int) -> Matrix:
@@ -297,7 +304,7 @@ def _center(found: list[Stats]) -> Array:
 def _dtype(
     problem: GemmProblem,
     sides: list[tuple[Matrix, int]],
-    found: list[Stats] | None,
+    found: list[Stats],
     center: Array,
     memory: int,
     lines: list[str],
@@ -309,13 +316,14 @@ def _dtype(
     """
     dtypes = list(dict.fromkeys((DTYPES[problem.a_dtype].accumulator, "float64")))
     limits = [_limit(problem, dtype) for dtype in dtypes]
-    if found is not None:
+    if found:
         with np.errstate(all="ignore"):
             farthest = (np.fmax(each.max - center, center - each.min) for each in found)
             bound = max(np.square(far[~np.isnan(far)]).sum() for far in farthest)
         if bound <= limits[0] or (not limits[0] and bound <= limits[-1]):
             return dtypes[0] if limits[0] else dtypes[-1]
-    norms = [_norms(x, k_axis, center, memory, "float64" if found else dtypes[0]) for x, k_axis in sides]
+    how = ("float64", squares) if found else (dtypes[0], moved_squares)
+    norms = [_norms(x, k_axis, center, memory, *how) for x, k_axis in sides]
     sizes = [float(each.max(initial=0)) for each in norms]
     for dtype, limit in zip(dtypes, limits, strict=True):
         if limit and max(sizes) <= limit:
@@ -349,12 +357,19 @@ def _limit(problem: GemmProblem, dtype: str) -> float:
     return min(MAX_ERROR / scale if scale > 1e-300 else np.inf, float(limits.max) / 16)
 
 
-def _norms(matrix: Matrix, k_axis: int, center: Array, memory: int, dtype: str) -> Array:
+def _norms(
+    matrix: Matrix,
+    k_axis: int,
+    center: Array,
+    memory: int,
+    dtype: str,
+    norms: Callable[[Matrix, int, int], Array],
+) -> Array:
     """Return |x - c|^2 of each row x: Inf if it overflows, and 0 if the row has a NaN or Inf.
 
-    Differences x - c are rounded to a dtype.
+    Rows x - c are those that are multiplied in a dtype. `norms` sums their squares.
     """
-    found = squares(_moved(matrix, k_axis, center, dtype), k_axis, memory)
+    found = norms(_moved(matrix, k_axis, center, dtype), k_axis, memory)
     if np.isinf(found).any():
         sizes = largest(_moved(matrix, k_axis, np.zeros(len(center)), "float64"), k_axis, memory)
         found[~np.isfinite(sizes)] = 0

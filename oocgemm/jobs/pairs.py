@@ -107,16 +107,12 @@ def squared_distances(x: Scaled, y: Scaled, rows: Array, cols: Array, memory: in
 
     Rows that are not in memory, or not in a dtype of `DTYPES`, are read in about `memory` bytes (`blocks`).
     """
+    if (there := distances_in_memory(x, y, rows, cols)) is not None:
+        return there
     found = np.zeros(cols.shape)
-    if (arrays := _in_memory(x, y)) is not None:
-        scales = x.scales, y.scales
-        for start in range(0, arrays[0].shape[1], DEPTH):
-            span = np.s_[:, start : start + DEPTH]
-            _add_distances((arrays[0][span], arrays[1][span]), scales, rows, cols, found)
-        return found
     flat, lines = found.ravel(), np.repeat(rows, cols.shape[1])
     for block in blocks(x.matrix, y.matrix, lines, cols.ravel(), memory, lambda: None):
-        scales = tuple(  # type: ignore[assignment]
+        first, second = (
             None if of.scales is None else _of_lines(of.scales, numbers[block.at], at, len(array))
             for of, numbers, at, array in (
                 (x, lines, block.x_at, block.x),
@@ -124,8 +120,19 @@ def squared_distances(x: Scaled, y: Scaled, rows: Array, cols: Array, memory: in
             )
         )
         part = flat[block.at]
-        _add_distances((block.x, block.y), scales, block.x_at, block.y_at[:, None], part)
+        _add_distances((block.x, block.y), (first, second), block.x_at, block.y_at[:, None], part)
         flat[block.at] = part
+    return found
+
+
+def distances_in_memory(x: Scaled, y: Scaled, rows: Array, cols: Array) -> Array | None:
+    """Return what `squared_distances` does; None if compiled code cannot address the rows of x and y."""
+    if (arrays := _in_memory(x, y)) is None:
+        return None
+    found = np.zeros(cols.shape)
+    for start in range(0, arrays[0].shape[1], DEPTH):
+        span = np.s_[:, start : start + DEPTH]
+        _add_distances((arrays[0][span], arrays[1][span]), (x.scales, y.scales), rows, cols, found)
     return found
 
 

@@ -37,7 +37,9 @@ from oocgemm.backends.base import Correction, Swept
 from oocgemm.backends.base import Numbers as LineNumbers
 from oocgemm.engine.staging import pageable
 from oocgemm.errors import ExecutionError, InputError
+from oocgemm.integrity.passes import Oriented
 from oocgemm.jobs.option_groups import Operand, Size
+from oocgemm.jobs.pairs import Scaled, distances_in_memory
 from oocgemm.jobs.steps import (
     Add,
     Coefficients,
@@ -570,6 +572,25 @@ def squares(matrix: Matrix, axis: int, memory: int) -> Array:
 
 
 @once
+def moved_squares(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return what `squares` does, for distances that are ranked: of a matrix whose lines are centered.
+
+    If its center has the dtype of elements in memory, compiled code finds the sums, in another order.
+    """
+    chain = chain_of(matrix)
+    if chain is not None and [step.kind for step in chain.own_steps] == ["center"]:
+        center = np.asarray(chain.number("center"))
+        row = center.astype(chain.matrix.dtype)[None]
+        if np.array_equal(row[0], center):
+            x, y = Oriented(chain.matrix, axis == 0), Oriented(stores.open_matrix("the center", row))
+            lines = np.arange(matrix.shape[1 - axis])
+            found = distances_in_memory(Scaled(x), Scaled(y), lines, np.zeros((len(lines), 1), np.int64))
+            if found is not None:
+                return found.ravel()
+    return squares(matrix, axis, memory)
+
+
+@once
 def _hashes(matrix: Matrix, axis: int, memory: int) -> Array:
     """Return hashes of the rows or columns along an axis of a matrix, by a pass over it.
 
@@ -707,8 +728,10 @@ def epilogue_numbers(
                 check_range(problem, rows, cols)
                 found.append((rows, cols))
             case Gaussian() | Distance() | Jaccard() | Hamming():
-                rows = squares(a, int(not problem.trans_a.swaps), memory)
-                cols = rows if b is a else squares(b, int(problem.trans_b.swaps), memory)
+                ranks = isinstance(step, Distance) and step.factor < 0
+                norms = moved_squares if ranks else squares
+                rows = norms(a, int(not problem.trans_a.swaps), memory)
+                cols = rows if b is a else norms(b, int(problem.trans_b.swaps), memory)
                 found.append((rows, cols))
                 if marks_equal(step):
                     found.append(identities(problem, a, b, memory))

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from oocgemm import stores
 from oocgemm.integrity.passes import Oriented
-from oocgemm.jobs import pairs
+from oocgemm.jobs import pairs, stats
 from oocgemm.jobs.pairs import Scaled
+from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system.installed import compiled
 from tests.support.suite import each_value, examples
 
@@ -89,3 +91,17 @@ def test_candidates_are_sorted_with_nan_last_and_ties_by_index(
         pairs.sort_candidates(distances, indices)
     np.testing.assert_array_equal(distances, expected[0])
     np.testing.assert_array_equal(indices, expected[1])
+
+
+def test_norms_of_centered_rows_are_those_of_a_pass() -> None:
+    rng = np.random.default_rng(1)
+    center = rng.integers(-5, 6, 30).astype(float)
+    for dtype in ("float32", "float64", "float16"):
+        for axis in (0, 1):
+            x = rng.integers(-9, 10, (30, 30)).astype(dtype)
+            x[3, 4] = np.nan
+            matrix = stores.open_matrix("X", x if axis else np.asfortranarray(x))
+            moves = Transform(center=center, cast="float64")
+            moved = TransformedMatrix(matrix, moves, axis, "rows", (center,))
+            found = stats.moved_squares(moved, axis, 1 << 20)
+            np.testing.assert_array_equal(found, stats.squares(moved, axis, 1 << 20))
