@@ -50,6 +50,7 @@ JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "distances": ({"x": "data:A.npy", "y": "data:B.npy"}, "zarr"),
     "grm": ({"x": "data:G.npy", "missing": None, "cast": "float32"}, "grm.bin"),
     "pca": ({"x": "data:A.npy", "k": 2, "transform": oocgemm.Transform(scale="k")}, "zarr"),
+    "svd": ({"x": "data:T.npy", "k": 2}, "zarr"),
     "lstsq": ({"x": "data:T.npy", "y": "data:v.npy"}, "zarr"),
     "ridge": ({"x": "data:T.npy", "y": "data:v.npy", "alpha": [0.5, 1.0]}, "zarr"),
     "kernel_matmul": ({"x": "data:A.npy", "v": "data:v.npy", "gamma": 0.01}, "npy"),
