@@ -49,6 +49,8 @@ JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "neighbors": ({"x": "data:A.npy", "topk": 2}, "zarr"),
     "distances": ({"x": "data:A.npy", "y": "data:B.npy"}, "zarr"),
     "grm": ({"x": "data:G.npy", "missing": None, "cast": "float32"}, "grm.bin"),
+    "king": ({"x": "data:G.npy"}, "zarr"),
+    "ibs": ({"x": "data:G.npy", "threshold": 0.5}, "zarr"),
     "pca": ({"x": "data:A.npy", "k": 2, "transform": oocgemm.Transform(scale="k")}, "zarr"),
     "svd": ({"x": "data:T.npy", "k": 2}, "zarr"),
     "lstsq": ({"x": "data:T.npy", "y": "data:v.npy"}, "zarr"),
