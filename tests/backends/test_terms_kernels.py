@@ -128,7 +128,7 @@ def test_elements_that_are_not_stored_are_found_where_the_kernel_leaves_them(
     launcher("threshold", "threshold", threshold_options(given))(
         (1, 1, 1),
         (64, 1, 1),
-        *(POINTER(sums.ctypes.data), *map(LONG, (*shape, 0, 0, 0)), REAL(-1.0), POINTER(0)),
+        *(POINTER(sums.ctypes.data), *map(LONG, (*shape, 0, 0, 0)), REAL(-1.0), POINTER(0), POINTER(0)),
         *map(POINTER, (at, at + room.segments, at + room.elements)),
     )
     count, segments = map(int, slot[:16].view(np.uint64))
