@@ -438,6 +438,18 @@ class Backend(Protocol):
                 their minimum and maximum. None if the host is as fast, or if there is too little memory.
         """
 
+    def decomposed(self, s: Array, width: int, device: int) -> tuple[Array, Array] | None:
+        """Return the eigenvalues of a symmetric matrix in descending order, and the first eigenvectors.
+
+        Args:
+            s: the matrix, in float64.
+            width: the number of eigenvectors, which are columns of the result.
+            device: an upper bound in bytes on device memory.
+
+        Returns:
+            All eigenvalues, and the eigenvectors. None if the host must decompose the matrix.
+        """
+
     def open(self, plan: Plan, kernel: str, beside: "Sequence[Session]" = ()) -> Session:
         """Allocate the device memory of a plan, create the streams, and return the session.
 

@@ -283,6 +283,9 @@ class Devices:
     def moments(self, given: Swept, axis: int, host: int, device: int) -> Array | None:
         return self._first.moments(given, axis, host, device)
 
+    def decomposed(self, s: Array, width: int, device: int) -> tuple[Array, Array] | None:
+        return self._first.decomposed(s, width, device)
+
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> "DevicesSession":
         """Open a session on every device. An `OutOfMemoryError` names the device."""
         opened: list[Session] = []

@@ -16,7 +16,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from oocgemm.backends import Backend, Session, open_backend
-from oocgemm.backends.base import Swept
+from oocgemm.backends.base import Array, Swept
 from oocgemm.backends.host.blas import CHOICE
 from oocgemm.distributed import processes as in_worker
 from oocgemm.distributed.attempts import machine
@@ -343,6 +343,9 @@ class _Described:
         return self._found.kernel
 
     def moments(self, given: Swept, axis: int, host: int, device: int) -> None:
+        return None
+
+    def decomposed(self, s: Array, width: int, device: int) -> None:
         return None
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> Session:

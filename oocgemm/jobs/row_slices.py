@@ -86,6 +86,17 @@ class RowSlices:
         first = self._devices[0] if isinstance(self._devices, tuple) else self._options.get("device", 0)
         return backends.open_backend(self.backend, first)
 
+    def decomposed(self, s: Array, width: int) -> tuple[Array, Array] | None:
+        """Return eigenvalues and eigenvectors by the first device; None if the host must find them."""
+        if self.backend == "host":
+            return None
+        engine, asked = (
+            self.engine(),
+            Request.of(None, None, Destination.parse(None), **self._options).budgets,
+        )
+        found = budgets_of(self.backend, engine.free_memory, asked.device_memory, asked.all_host_memory)
+        return engine.decomposed(s, width, found.device)
+
     def run(self, request: Request) -> Result:
         """Run a product of all rows."""
         return run_request(request)

@@ -169,7 +169,7 @@ def _turned(x: Operand, shape: tuple[int, int]) -> Operand:
 def _factors(passes: PcaPasses, count: int) -> tuple[PcaState, Factors, int]:
     """Return the factors of X, and how often it was read."""
     state, gram = passes.gram(passes.begin(0, centered=True))
-    values, vectors = largest(gram, count, passes.columns, 0)
+    values, vectors = largest(gram, count, passes.columns, 0, passes.decomposed)
     top = max(0.0, float(values[0]))
     length = passes.matrix.shape[0]
     errors = errors_of(gram, vectors, top or 1.0, length, np.dtype(np.float64))

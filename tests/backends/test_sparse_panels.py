@@ -33,6 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "MIN_DECODED_BATCH": 32 << 10,
         "START_SECONDS": 0,
         "STORED_RATE": 1e12,
+        "LANE_RATE": 1e12,
     }
     for name, value in sizes.items():
         monkeypatch.setattr(coding, name, value)

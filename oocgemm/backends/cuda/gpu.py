@@ -100,6 +100,11 @@ class CudaBackend:
 
         return moments(self._device, given, axis, host, device)
 
+    def decomposed(self, s: Array, width: int, device: int) -> tuple[Array, Array] | None:
+        from oocgemm.backends.cuda.eigen import decomposed  # few runs need it
+
+        return decomposed(self._device, s, width, device)
+
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> CudaSession:
         if not beside and (repeated := reopened(self._device, plan, kernel)) is not None:
             return repeated

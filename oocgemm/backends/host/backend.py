@@ -365,5 +365,8 @@ class HostBackend:
     def moments(self, given: Swept, axis: int, host: int, device: int) -> Array | None:
         return None
 
+    def decomposed(self, s: Array, width: int, device: int) -> tuple[Array, Array] | None:
+        return None
+
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> HostSession:
         return HostSession(plan, cast(Sequence[HostSession], beside))
