@@ -66,7 +66,7 @@ from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.files import open_regular, sync_path
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import chain_of
+from oocgemm.stores.transformed import Changed, chain_of
 from oocgemm.values import dataclass
 
 # A block Q of orthonormal columns, and the product X^T X Q.
@@ -325,6 +325,13 @@ class PcaPasses(RowSlices):
         """
         super().__init__("X", x, options)
         transform = with_missing(self.matrix, Source(x, transform=transform, missing=missing))
+        # If elements are clipped, X is the result of the whole transform, and centered again.
+        self.changes = transform if transform is not None and transform.clip is not None else None
+        if self.changes is not None:
+            if isinstance(self.matrix, Genotypes) and self._decodes and self.changes.missing is None:
+                self.changes = replace(self.changes, missing=MISSING)
+            self._replace(transformed(self.matrix, self.changes, Op.N, left=True))
+            transform = None
         self.transform = _centered(transform or Transform(), center=center)
         # Whether the means of all elements are subtracted, also of those that replace missing ones.
         self._moves = center and (transform is None or transform.center is None)
@@ -335,12 +342,6 @@ class PcaPasses(RowSlices):
         if self._imputes:
             self.transform = replace(self.transform, missing=MISSING)
         self.dtype = _multiplied(self.matrix, self.transform)
-        kinds = {step.kind for step in self.transform.steps(None, "cols")}
-        if not kinds <= _FOLDED:
-            raise InputError(
-                f"the transform has {', '.join(kinds - _FOLDED)}, and principal components are computed of X "
-                "with means and scales alone: store a transformed copy"
-            )
         rows, cols = self.matrix.shape
         columns = min(columns, max(rows, cols))  # more columns have no use
         self._width = round_up(columns + 1, WIDTH)
@@ -400,6 +401,9 @@ class PcaPasses(RowSlices):
         """
         request = Request.of(None, None, Destination.parse(None), **self._options)
         self._memory = memory = memory_of(request)
+        if self.changes is not None:
+            self._replace(readable(self.matrix, memory, self._sweep()))
+            self._counted = self.matrix
         if self._imputes and isinstance(self.matrix, Genotypes) and gaps(self.matrix, memory) is None:
             self.transform = replace(self.transform, missing=None)
         elif self._decodes:
@@ -433,6 +437,10 @@ class PcaPasses(RowSlices):
         found = stats_of(self._counted, 0, self.transform, self._memory, extremes=False, sweep=self._sweep())
         share = found.missing / np.maximum(1, found.count + found.missing)
         return np.asarray(known + (fill - known) * share)
+
+    def _replace(self, matrix: Matrix) -> None:
+        """Use another matrix as X."""
+        self.matrix, self._x = matrix, Changed(matrix)
 
     def _sweep(self) -> Sweep | None:
         """Return a function that makes a pass for statistics on the device; None if the host makes it."""
@@ -624,10 +632,6 @@ class PcaPasses(RowSlices):
         raise ExecutionError(
             f"the elements of X are so large that X^T X overflows {self.dtype}: pass cast='float64'"
         )
-
-
-# Kinds of steps of a transform that a pass can fold into Q, or apply to each element.
-_FOLDED = {"log1p", "impute", "center", "scale"}
 
 
 def _centered(transform: Transform, *, center: bool) -> Transform:

@@ -56,6 +56,7 @@ from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores, check_url
 from oocgemm.stores.sparse import SparseArrays
+from oocgemm.stores.transformed import CHANGED
 from oocgemm.stores.unpacked import decoded
 from oocgemm.stores.widened import WIDENED
 from oocgemm.stores.zarr_matrix import ZarrArrays, ZarrPaths
@@ -66,7 +67,7 @@ ARRAYS = Arrays()
 # These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (
     *(NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), SparseArrays(), ZarrArrays(), ARRAYS),
-    *(FOLDED, JOINED, KEPT, INDICATORS, WIDENED),
+    *(FOLDED, JOINED, KEPT, INDICATORS, WIDENED, CHANGED),
 )
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())

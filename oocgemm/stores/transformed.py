@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isnan, nan
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -20,9 +21,10 @@ from oocgemm.planning.elements import MAX_STEPS, STREAMED, ElementStep
 from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import in_float64, read_block
-from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, View, dtype_name, pieces
+from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, View, dtype_name, not_writable, pieces
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.transform import Transform
+from oocgemm.values import dataclass
 
 # Number of elements that are transformed at a time. With fewer elements, threads mostly wait for the GIL.
 SLAB = 1 << 18
@@ -584,3 +586,28 @@ def _digest(*numbers: Array | None) -> str:
     for each in numbers:
         digest.update(b"" if each is None else np.ascontiguousarray(each).tobytes())
     return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class Changed:
+    """An operand that is an open matrix of this process, such as a view that changes elements."""
+
+    matrix: Matrix
+
+
+class ChangedMatrices(Store):
+    """Return matrices that are open already."""
+
+    kind = "an open matrix"
+
+    def matches(self, operand: Any) -> bool:
+        return isinstance(operand, Changed)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise not_writable(name)
+        found: Matrix = operand.matrix
+        return found
+
+
+CHANGED = ChangedMatrices()

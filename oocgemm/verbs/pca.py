@@ -171,9 +171,10 @@ def pca(
 
     float16, bfloat16, bool and integers of up to 16 bits are multiplied as float32, other integers as
     float64; a transform may cast to float32 or float64. Without a code of missing elements, missing genotypes
-    of a .bed file are replaced by the means of their columns. Means and scales are per column. With
-    `devices`, the rows of X are cut into slices, which the devices multiply. With `verify`, X is read once
-    more for each product, which is compared with random combinations of its columns
+    of a .bed file are replaced by the means of their columns. Means and scales are per column. If a
+    transform clips elements, X is what the whole transform makes, and its columns are centered after that.
+    With `devices`, the rows of X are cut into slices, which the devices multiply. With `verify`, X is read
+    once more for each product, which is compared with random combinations of its columns
     (`oocgemm.integrity.freivalds`).
 
     Args:
@@ -222,6 +223,7 @@ def pca(
         statistics = exact and passes.reads_means
         statistics = statistics or (passes.transform.needs_stats and passes.reads_first)
         statistics = statistics or isinstance(passes.transform.target_sum, float)
+        statistics = statistics or (passes.changes is not None and passes.changes.needs_stats)
         # The products for a Gram matrix and for the scores have checksums.
         checks = iterations - exact if options.get("verify") else 0
         of_slices = len(passes.slices), passes.sessions, "exact" if exact else "randomized"
@@ -343,7 +345,7 @@ def _identity(passes: PcaPasses, k: int, iterations: int, tol: float, seed: int)
     return {
         "version": VERSION,
         "x": passes.matrix.fingerprint() or passes.matrix.describe(),
-        "transform": f"{passes.transform} to {passes.dtype}",
+        "transform": f"{passes.changes or ''}{passes.transform} to {passes.dtype}",
         "k": int(k),
         "columns": passes.columns,
         "iterations": int(iterations),

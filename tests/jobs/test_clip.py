@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 
 import oocgemm
 from oocgemm import Transform
 from oocgemm.errors import InputError
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
+from tests.support.fake_cuda import fake_cuda
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -44,9 +46,33 @@ def test_limits_that_are_none_are_refused(limits: Any) -> None:
         Transform(clip=limits)
 
 
-def test_principal_components_are_not_those_of_clipped_elements() -> None:
-    with pytest.raises(InputError, match="the transform has clip"):
-        oocgemm.pca(np.ones((9, 5)), 2, transform=Transform(clip=(0, 1)), backend="host")
+@pytest.mark.parametrize("backend", ["host", "device"])
+@pytest.mark.parametrize("method", ["exact", "randomized"])
+@pytest.mark.parametrize("devices", [None, "0,0"])
+def test_principal_components_are_those_of_clipped_elements(
+    backend: str, method: str, devices: Any, tmp_path: Path
+) -> None:
+    x = np.random.default_rng(4).gamma(1.0, 2.0, (50, 7)) + 100 * np.arange(7)
+    zarr.create_array(tmp_path / "x.zarr", data=x, chunks=(8, 7))
+    given: Any = {"method": method, "devices": devices, "tol": 1e-10, "iterations": 60, "scores": True}
+    z = np.clip((x - x.mean(axis=0)) / x.std(axis=0), -0.5, 1.5)
+    far = np.clip(x, 101, 500)
+    for change, wide in (
+        (Transform(center="k", scale="k", clip=(-0.5, 1.5)), z),
+        (Transform(clip=(101, 500)), far),
+    ):
+        expected = np.linalg.svd(wide - wide.mean(axis=0))[1][:3]
+        if backend == "device":
+            with fake_cuda():
+                found = oocgemm.pca(
+                    str(tmp_path / "x.zarr"), 3, transform=change, backend="cuda", kernel="cublas", **given
+                )
+        else:
+            found = oocgemm.pca(str(tmp_path / "x.zarr"), 3, transform=change, backend="host", **given)
+        np.testing.assert_allclose(found.singular_values, expected, rtol=1e-6)
+        np.testing.assert_allclose(found.mean, wide.mean(axis=0), atol=1e-9)
+        assert found.scores is not None
+        np.testing.assert_allclose(np.linalg.norm(found.scores, axis=0), expected, rtol=1e-5)
 
 
 def test_the_command_line_takes_limits(tmp_path: Path) -> None:

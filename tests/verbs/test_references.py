@@ -105,3 +105,6 @@ def test_cells_are_those_of_scanpy(tmp_path: Path, form: str) -> None:
     scaled = np.asarray(cells.X, dtype=float)
     found = oocgemm.gram(path, transform=whole, **HOST).out
     np.testing.assert_allclose(found, scaled @ scaled.T, rtol=1e-3, atol=1e-3)
+    scanpy.pp.pca(cells, n_comps=4, svd_solver="full")
+    components = oocgemm.pca(path, 4, transform=whole, tol=1e-8, iterations=40, **HOST)
+    np.testing.assert_allclose(components.explained_variance, cells.uns["pca"]["variance"], rtol=1e-3)
