@@ -91,8 +91,8 @@ def shape(schema: Plain) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
-    if "anyOf" in schema:
-        return ", or ".join(dict.fromkeys(map(shape, schema["anyOf"])))
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+        return ", or ".join(dict.fromkeys(map(shape, alternatives)))
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{each}`" for each in schema.get("enum", [schema.get("const")]))
     kind = str(schema.get("type", "any"))

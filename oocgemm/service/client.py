@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from html import escape
 from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
@@ -71,6 +72,16 @@ class Job:
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.state}>"
+
+    def _repr_html_(self) -> str:
+        """Return HTML for notebooks: the job as last read, with its progress and what limited it."""
+        found = self.info["progress"] or {"done": 0, "total": 1}
+        bar = f'<progress value="{found["done"]}" max="{max(1, found["total"])}"></progress>'
+        told = [self.error, (self.info["result"] or {}).get("verdict"), *self.warnings]
+        lines = [f"{self.info['name'] or self.info.get('verb', 'gemm')}: {self.state}", *filter(None, told)]
+        return (
+            f"<div><b>oocgemm job {escape(self.id)}</b><br>{bar}<br>{'<br>'.join(map(escape, lines))}</div>"
+        )
 
     @property
     def id(self) -> str:

@@ -28,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from oocgemm.errors import BackendError, BudgetError, InputError
+from oocgemm.jobs.support import VERBS
 from oocgemm.planning.sinks import SPARSE
 from oocgemm.planning.units import format_size
 from oocgemm.service.backfill import Limits, Need
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 # Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more buffers
 # than a new C.
 MARGIN = 64 << 20
+# Maximum number of matrices in float64 of the size of C that `lstsq` and `svd` have in memory after a pass.
+MATRICES = 12
 # If elements are selected by their size, one in SPARSE is assumed to be, which takes ENTRY bytes.
 ENTRY = 16
 # Options that only the run takes, not the plan.
@@ -106,14 +109,15 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
     if not needs_before(spec):
         _check_incomplete(out)
     kept = in_memory(spec)
-    passes = Passes.of(plan_with(**budgets), in_memory=kept)
+    of = partial(Passes.of, in_memory=kept, beside="passes" in VERBS[spec.get("verb", "gemm")].uses)
+    passes = of(plan_with(**budgets))
     saves = kept or passes.saved
     if saves:
         _check_saving(out, single=passes.single)
     # The job itself gets both budgets, as small as they may be.
     budgets, used = passes.budgets, passes.used
     try:
-        lowered = Passes.of(plan_with(**used), in_memory=kept)
+        lowered = of(plan_with(**used))
         if lowered.method == passes.method:
             passes, budgets = lowered, used
     except BudgetError:  # the search finds no plan for exactly this much memory
@@ -146,6 +150,7 @@ class Passes:
     - `stored`: bytes that are stored beside what the plans say.
     - `saved`: whether several arrays are saved at the end.
     - `in_memory`: whether the result is kept in memory, and saved then.
+    - `beside`: whether matrices of the size of C are computed from it in memory, as by `lstsq`.
     """
 
     plans: "Sequence[Plan]"
@@ -154,13 +159,14 @@ class Passes:
     stored: int = 0
     saved: bool = False
     in_memory: bool = False
+    beside: bool = False
 
     @classmethod
-    def of(cls, found: Any, *, in_memory: bool) -> "Passes":
+    def of(cls, found: Any, *, in_memory: bool, beside: bool) -> "Passes":
         if (plan := getattr(found, "pass_plan", None)) is not None:
             reads = found.passes + found.statistics + found.checks
             return cls([plan], reads, found.method, found.bytes_stored, saved=True)
-        return cls(found if isinstance(found, tuple) else [found], in_memory=in_memory)
+        return cls(found if isinstance(found, tuple) else [found], in_memory=in_memory, beside=beside)
 
     @property
     def last(self) -> "Plan":
@@ -192,8 +198,10 @@ class Passes:
 
     @property
     def held(self) -> int:
-        """Bytes of the result, if it is kept in memory until it is saved. It is copied once."""
-        return 2 * self._size if self.in_memory else 0
+        """Bytes of a result that is in memory until it is saved, of a copy, and of what it is made of."""
+        problem = self.last.problem
+        beside = MATRICES * 8 * problem.m * problem.n if self.beside and problem.sink.stores_c else 0
+        return 2 * self._size + beside if self.in_memory else 0
 
     def disk(self, *, replaces: bool) -> int:
         """Return the bytes of new files. With beta, finished tiles are kept beside C until it is complete."""

@@ -234,3 +234,13 @@ def test_the_client_needs_neither_numpy_nor_zarr() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
     assert oocgemm.Client is Client
+
+
+def test_a_notebook_shows_a_job(client: Client, stub: Stub) -> None:
+    result = {"verdict": "I/O-bound, 70%"}
+    done = {"done": 3, "total": 4}
+    job = client.job(stub.add(state="running", progress=done, name="<b>", result=result)["id"])
+    shown = job._repr_html_()
+    assert '<progress value="3" max="4">' in shown
+    assert "&lt;b&gt;: running<br>I/O-bound, 70%" in shown
+    assert "queued" in client.job(stub.add()["id"])._repr_html_()

@@ -142,3 +142,30 @@ def test_a_plan_says_whether_a_job_goes_on_with_an_old_c(tmp_path: Path) -> None
     for options, continues in (({}, True), ({"overwrite": True}, False), ({"beta": 1}, False)):
         found = planned(checked(given | {"options": options}), LIMITS, "host")
         assert found.summary["c_exists"] is continues, options
+
+
+def test_all_passes_and_what_is_computed_between_them_are_admitted(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    np.save(tmp_path / "X.npy", rng.standard_normal((300, 200)))
+    np.save(tmp_path / "Y.npy", np.ones(300))
+    np.save(tmp_path / "G.npy", rng.integers(-1, 3, (64, 80)).astype(np.int8))
+
+    def need(**spec: Any) -> tuple[Any, int]:
+        given = {name: f"{tmp_path}/{x}" for name, x in spec.items() if isinstance(x, str) and "." in x}
+        found = planned(checked(spec | given), LIMITS, "host")
+        budgets = found.spec["options"]
+        return found, found.need.host - budgets["device_memory"] - budgets["host_memory"]
+
+    _, beside = need(verb="lstsq", x="X.npy", y="Y.npy", out="fit.zarr")
+    assert beside >= 12 * 8 * 200**2  # what `lstsq` says that it needs beside the product
+    once, beside = need(verb="similarity", e="X.npy", out="nn.zarr", options={"topk": 5})
+    assert beside >= 300 * 5 * (8 + 8)
+    assert once.need.disk >= 300 * 5 * (8 + 8)
+    alone, _ = need(verb="grm", x="G.npy", out="grm.zarr")
+    pairs, _ = need(verb="grm", x="G.npy", out="grm.zarr", options={"pairwise": True})
+    assert pairs.need.disk == 2 * alone.need.disk == 2 * 64**2 * 4  # the counts are stored, too
+    assert pairs.summary["work"] == 2 * alone.summary["work"]
+    assert pairs.seconds > alone.seconds
+    passes, _ = need(verb="pca", x="X.npy", k=3, out="pca.zarr", options={"tol": 0})
+    assert passes.summary["work"] > passes.summary["tiles"][0] * passes.summary["tiles"][1]
+    assert passes.need.disk > 8 * 3 * 200
