@@ -9,7 +9,7 @@
 /* Elements that all steps change before the next ones are loaded. They fit in the first cache of a core. */
 #define PIECE 1024
 /* Elements per thread for which it pays to start it. */
-#define MIN_ELEMENTS ((size_t)1 << 15)
+#define MIN_ELEMENTS ((size_t)1 << 18)
 
 /* What each step makes of c, the element in a column with the number v. `factor` is the row's number u, for steps with
  * products multiplied by `value`. */

@@ -14,6 +14,7 @@ from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
 from oocgemm.jobs.options import LdArguments, documented
 from oocgemm.jobs.request import Selection
 from oocgemm.jobs.run import Plan, Result, outcome
+from oocgemm.jobs.stats import keeping
 from oocgemm.jobs.steps import AnyStep, Coefficients
 from oocgemm.jobs.windows import band_of, within
 from oocgemm.stores import Collecting
@@ -120,32 +121,35 @@ def ld(
     if place is not None and not dry_run:
         check_free(place)
     where = {"window": window, "unit": unit, "positions": positions, "chromosomes": chromosomes}
-    given = dict[str, Any](options)
-    request, r_step, firsts = near(x, axis, constant, where, given, dry_run=dry_run, pairwise=pairwise)
-    # Coefficients of standardized variants near the threshold are computed again.
-    least = sqrt(min_r2) * (1 if isinstance(r_step, Coefficients) else 1 - ROUNDING)
-    folder = None if place is None else os.path.dirname(os.path.abspath(place))
-    into = Selection(threshold=least, absolute=True, names=("X", "X"), band=band_of(firsts), folder=folder)
-    steps: tuple[AnyStep, ...] = r_step, *within(firsts, both=False)
-    matrix = stores.open_matrix("X", stores.located("X", x), decode=False)
-    count, wide = matrix.shape[axis], multiplied_dtype(matrix.dtype).itemsize == 8
+    with keeping({}):  # statistics are found once
+        given = dict[str, Any](options)
+        request, r_step, firsts = near(x, axis, constant, where, given, dry_run=dry_run, pairwise=pairwise)
+        # Coefficients of standardized variants near the threshold are computed again.
+        least = sqrt(min_r2) * (1 if isinstance(r_step, Coefficients) else 1 - ROUNDING)
+        folder = None if place is None else os.path.dirname(os.path.abspath(place))
+        into = Selection(
+            threshold=least, absolute=True, names=("X", "X"), band=band_of(firsts), folder=folder
+        )
+        steps: tuple[AnyStep, ...] = r_step, *within(firsts, both=False)
+        matrix = stores.open_matrix("X", stores.located("X", x), decode=False)
+        count, wide = matrix.shape[axis], multiplied_dtype(matrix.dtype).itemsize == 8
 
-    def paired(result: Result) -> LD:
-        assert isinstance(result.c, Collecting)
-        starts, columns, r = result.c.csr()
-        if (kept := request.a.kept) is not None:
-            counts = np.zeros(count, np.int64)
-            counts[kept] = np.diff(starts)
-            starts = np.append(0, np.cumsum(counts))
-            for start in range(0, len(columns), MOVED):
-                part = slice(start, start + MOVED)
-                columns[part] = kept[columns[part]]
-        run, dtype = replace(result, c=None), np.dtype("f8" if wide else "f4")
-        if place is not None:
-            save_sparse(place, (count, count), starts, columns, r, dtype)
-        if isinstance(r, np.memmap):  # there are more pairs than fit in memory
-            assert place is not None
-            return LD(starts, *stored_arrays(place, "indices", "data"), run)
-        return LD(starts, columns, r.astype(dtype, copy=False), run)
+        def paired(result: Result) -> LD:
+            assert isinstance(result.c, Collecting)
+            starts, columns, r = result.c.csr()
+            if (kept := request.a.kept) is not None:
+                counts = np.zeros(count, np.int64)
+                counts[kept] = np.diff(starts)
+                starts = np.append(0, np.cumsum(counts))
+                for start in range(0, len(columns), MOVED):
+                    part = slice(start, start + MOVED)
+                    columns[part] = kept[columns[part]]
+            run, dtype = replace(result, c=None), np.dtype("f8" if wide else "f4")
+            if place is not None:
+                save_sparse(place, (count, count), starts, columns, r, dtype)
+            if isinstance(r, np.memmap):  # there are more pairs than fit in memory
+                assert place is not None
+                return LD(starts, *stored_arrays(place, "indices", "data"), run)
+            return LD(starts, columns, r.astype(dtype, copy=False), run)
 
-    return outcome(replace(request, into=into, epilogue=steps), paired, dry_run=dry_run)
+        return outcome(replace(request, into=into, epilogue=steps), paired, dry_run=dry_run)

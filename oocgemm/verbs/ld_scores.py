@@ -13,6 +13,7 @@ from oocgemm.jobs.option_groups import Operand, PathLike, SimilarityOptions
 from oocgemm.jobs.options import LdScoresArguments, documented
 from oocgemm.jobs.request import Reduction
 from oocgemm.jobs.run import Plan, Result, outcome
+from oocgemm.jobs.stats import keeping
 from oocgemm.jobs.steps import AnyStep, Squared
 from oocgemm.jobs.windows import band_of, within
 from oocgemm.values import dataclass
@@ -92,15 +93,16 @@ def ld_scores(
             "the other axis"
         )
     where = {"window": window, "unit": unit, "positions": positions, "chromosomes": chromosomes}
-    request, r, firsts = near(x, axis, constant, where, dict[str, Any](options), dry_run=dry_run)
-    bias = 1 / (individuals - 2) if adjusted else 0.0
-    steps: tuple[AnyStep, ...] = r, Squared(bias), *within(firsts, both=True)
-    into = Reduction(("X", "X"), True, "sum", band=band_of(firsts))
+    with keeping({}):  # statistics are found once
+        request, r, firsts = near(x, axis, constant, where, dict[str, Any](options), dry_run=dry_run)
+        bias = 1 / (individuals - 2) if adjusted else 0.0
+        steps: tuple[AnyStep, ...] = r, Squared(bias), *within(firsts, both=True)
+        into = Reduction(("X", "X"), True, "sum", band=band_of(firsts))
 
-    def scored(result: Result) -> LDScores:
-        scores = np.full(shape[axis], np.nan)
-        kept = request.a.kept
-        scores[slice(None) if kept is None else kept] = np.asarray(result.out)[:, 0]
-        return LDScores(scores, replace(result, c=None))
+        def scored(result: Result) -> LDScores:
+            scores = np.full(shape[axis], np.nan)
+            kept = request.a.kept
+            scores[slice(None) if kept is None else kept] = np.asarray(result.out)[:, 0]
+            return LDScores(scores, replace(result, c=None))
 
-    return outcome(replace(request, into=into, epilogue=steps), scored, dry_run=dry_run)
+        return outcome(replace(request, into=into, epilogue=steps), scored, dry_run=dry_run)

@@ -37,8 +37,8 @@ STRIPS, SCARCE_STRIPS = (GRAM_STRIPS, 2 * GRAM_STRIPS), tuple(GRAM_STRIPS << shi
 # strips of many rows waste no work. If k is long, one product is faster than several thin ones. If k is
 # short, several strips are faster: some of C is written beside products.
 HALVED_STRIPS = (1, 2, 4, 8, *STRIPS)
-# Of a band whose selected elements are downloaded, a tile is one strip. Each Download waits for their number,
-# which took 1 ms on an H200, however few there are.
+# In half a band, most tiles are no staircases, and one strip per tile is best. On a GPU, each Download of
+# selected elements waits for their number, which took 1 ms on an H200, however few there are.
 WHOLE_STRIPS = (1,)
 # Maximum number of steps of a tile that run strip by strip at its end.
 MAX_DRAIN = 8
@@ -63,7 +63,7 @@ class Squares:
         self.depths = sorted(depths if narrow or scarce else depths[:DEPTHS_TRIED])
         self._first = [self.depths[len(self.depths) // 2]] * narrow + self.depths[::-1]
         self._strips: Sequence[int] = HALVED_STRIPS if machine.unified and problem.halves_diagonal else STRIPS
-        if narrow and problem.sink.bounded:
+        if narrow and problem.cover.halves:
             self._strips = WHOLE_STRIPS
 
     def of_all_sides(self) -> Bounded:
