@@ -13,6 +13,10 @@ extern const char ooc_sources[];
 /* Copies `rows` rows of `size` bytes. Rows start `to_pitch` and `from_pitch` bytes apart. They do not overlap. */
 void ooc_copy_rows(char *to, ptrdiff_t to_pitch, const char *from, ptrdiff_t from_pitch, size_t size, size_t rows);
 
+/* Copies the elements below the diagonal of a square to their mirror images above it, in up to `threads` threads.
+ * Elements have `size` bytes, 4 or 8, and rows start `pitch` bytes apart. */
+void ooc_mirror(char *square, ptrdiff_t pitch, size_t extent, size_t size, size_t threads);
+
 /* Successive entries of a sparse matrix: those from number `first` to before `last`, which are in `lines` lines. */
 struct ooc_entries {
   const int64_t *starts; /* the first entry of each line, and the end of the last line */

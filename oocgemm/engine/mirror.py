@@ -10,6 +10,7 @@ array that the run creates, and old elements in any other one. If C is in memory
 before the run.
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,6 +20,7 @@ import numpy as np
 from oocgemm.planning import Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, memory
+from oocgemm.system.installed import compiled
 
 # Side of the squares in which a diagonal block is mirrored: two of them fit into a CPU cache.
 SIDE = 128
@@ -49,6 +51,15 @@ def complete(plan: Plan, operation: Operation, columns: Sequence[Array]) -> None
     height = end - first
     cuts = sorted({0, height, *range(0, height, SIDE), *(int(x) for x in ends if 0 < x < height)})
     squares = list(pairwise(cuts))
+    library, (strip, *others) = compiled(), columns
+    if library is not None and not (others or plan.problem.triangle) and _is_words(strip):
+        block, threads = strip[:, left:], plan.machine.cores if plan.machine.shares_cores else 1
+        library.ooc_mirror(
+            ctypes.c_void_p(block.ctypes.data),
+            *(ctypes.c_ssize_t(block.strides[0]), ctypes.c_size_t(height)),
+            *(ctypes.c_size_t(block.itemsize), ctypes.c_size_t(threads)),
+        )
+        return
 
     def at(rows: Range, cols: Range) -> Array:
         group = int(np.searchsorted(ends, cols[0], side="right")) - 1
@@ -64,6 +75,12 @@ def complete(plan: Plan, operation: Operation, columns: Sequence[Array]) -> None
         if block.dtype.kind == "c":
             diagonal = np.arange(len(block))
             block[diagonal, diagonal] = block[diagonal, diagonal].real
+
+
+def _is_words(strip: Array) -> bool:
+    """Return whether compiled code can mirror a strip: real elements, in aligned and contiguous rows."""
+    fits = strip.dtype.kind in "fi" and strip.itemsize in (4, 8) and strip.strides[1] == strip.itemsize
+    return bool(fits and strip.flags.aligned)
 
 
 def mirrored(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.backends.host import blas as host_blas
+from oocgemm.engine import mirror
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning import Op
 from oocgemm.stores import open_matrix
@@ -384,3 +385,22 @@ def test_c_in_memory_is_computed_and_mirrored_in_place(dtype: str, tile: str | N
     c[...] = np.nan
     oocgemm.gram(x, c, tile=tile, backend="host")
     np.testing.assert_array_equal(c, x @ x.T)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])
+@pytest.mark.parametrize("n", [1, 33, 200])
+def test_compiled_code_mirrors_the_bits_that_numpy_mirrors(
+    n: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.random.default_rng(n).standard_normal((n, 40))
+    x = (8 * x).astype(dtype)
+    if dtype != "int8":
+        x[n // 2, 3] = np.nan
+    c = np.full((n, n + 7), 3, dtype="int32" if dtype == "int8" else dtype)
+    oocgemm.gram(x, c[:, 4 : n + 4], backend="host")
+    assert (c[:, :4] == 3).all()
+    assert (c[:, n + 4 :] == 3).all()
+    monkeypatch.setattr(mirror, "compiled", lambda: None)
+    right = oocgemm.gram(x, backend="host").out
+    np.testing.assert_array_equal(c[:, 4 : n + 4], right)
+    np.testing.assert_array_equal(right, np.asarray(right).T)
