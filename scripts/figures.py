@@ -100,6 +100,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "transformed": gram_tables.transformed,
         "similar": tables.similar,
         "nearest": tables.nearest,
+        "fits": tables.fits,
         "devices": tables.on_devices,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,

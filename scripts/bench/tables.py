@@ -315,6 +315,16 @@ def nearest() -> list[str]:
     return table(["X float32", "on", *names], rows)
 
 
+def fits() -> list[str]:
+    """Return the table of `bench_fits.py`: least squares and singular values, relative to a Gram matrix."""
+    rows = []
+    for key, found in load("bench_fits.json").items():
+        where = found["device"] or f"{found['machine']['cores']} cores"
+        for name, taken in found["seconds"].items():
+            rows.append([key.split()[2], where, name, seconds(taken), f"{found['to_gram'][name]:.2f}"])
+    return table(["X float32", "on", "what", "time", "relative to gram"], rows)
+
+
 def on_devices() -> list[str]:
     """Return the table of several GPUs beside one, by `bench_devices.py` on hosts with two and with one."""
     sources = {
