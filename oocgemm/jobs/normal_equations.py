@@ -81,7 +81,7 @@ class NormalEquations(RowSlices):
             raise InputError(f"X has {self.cols} columns, and Y {self.targets}: pass at least one of each")
         request = Request.of(None, None, Destination.parse(None), **options)
         remedy = "replace them in a copy"
-        for name, each in (("X", x), ("Y", y)):
+        for name, each in (("X", x), ("Y", y)) if decode else ():
             check_known(name, each, None, lambda: memory_of(request), remedy)
         self.before = int(intercept)
         self._scale = None if weights is None else _scale(weights, self.rows)

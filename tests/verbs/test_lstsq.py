@@ -17,6 +17,7 @@ from oocgemm.jobs.orthonormal import Factors, inverted, norm
 from oocgemm.jobs.run import run_request
 from tests.support.backends_here import BACKENDS, running_on
 from tests.support.command import command
+from tests.support.plink import write_bed
 from tests.support.suite import each_value, examples
 
 Array = Any
@@ -306,3 +307,27 @@ def test_errors_of_factors_are_estimated() -> None:
             assert (true <= factors.errors + 1e-13)[factors.errors < 1].all()
             factors = factors.refined(np.ones(10, bool), x.T @ basis)
         np.testing.assert_allclose(np.square(x @ factors.p).sum(axis=0), 1, atol=0.01)
+
+
+@pytest.mark.parametrize("kind", ["float64", "int8"])
+def test_genotypes_must_be_known(kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    x = rng.integers(0, 3, (60, 7)).astype(np.int8)
+    y = (x @ np.arange(7)).astype(kind)
+    known = write_bed(tmp_path / "known.bed", x)
+    np.testing.assert_allclose(
+        oocgemm.lstsq(known, y, **ON_HOST).coefficients, np.linalg.lstsq(x.astype(float), y)[0], atol=1e-10
+    )
+    x[5, 2] = -1
+    holes = write_bed(tmp_path / "holes.bed", x)
+    with pytest.raises(InputError, match="1 missing genotypes"):
+        oocgemm.lstsq(holes, y, **ON_HOST)
+    with pytest.raises(TypeError, match="unexpected option 'missing'"):
+        oocgemm.lstsq(holes, y, missing=-1, **ON_HOST)  # type: ignore[call-overload]
+    found = oocgemm.lstsq(holes, y, decode=False, **ON_HOST)
+    np.testing.assert_allclose(found.coefficients, np.linalg.lstsq(x.astype(float), y)[0], atol=1e-10)
+    # In `svd`, as in `pca`, they are replaced by the means of their variants.
+    mean = x[x[:, 2] >= 0, 2].mean()
+    filled = np.where(x < 0, mean, x)
+    values = np.linalg.svd(filled, compute_uv=False)
+    np.testing.assert_allclose(oocgemm.svd(holes, **ON_HOST).singular_values, values, rtol=1e-12)
