@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
+import gallery
 import gram_tables
 import grid_tables
 import ladder_tables
@@ -27,13 +28,14 @@ import tables
 
 from oocgemm.cli.display import print_plan, print_report
 from oocgemm.planning import Budgets, Chunked, GemmProblem, Layouts, default_model, make_plan
+from oocgemm.planning.units import format_size
 from oocgemm.reports.charts import roofline, svg
 from oocgemm.stores import new_layout
 from oocgemm.timeline import read_log, report
 
 TOP = Path(__file__).resolve().parent.parent
 IMAGES = TOP / "docs" / "images"
-LOG = tables.RESULTS / "report.jsonl"
+LOG, SLOW = tables.RESULTS / "report.jsonl", tables.RESULTS / "slow.jsonl"
 BLOCK = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
@@ -70,7 +72,8 @@ def caption(log: Path) -> str:
         f"This is the timeline of a {problem['a_dtype']} product of {problem['m']} x {problem['k']} x "
         f"{problem['n']} on one {device}, with --compute {problem['compute']}, from and to "
         f"{' and '.join(sorted({each['store'] for each in operands}))}. It took "
-        f"{timeline.wall / 1e9:.2g} s. The kernel ran in {report(timeline).compute_share:.0%} of this time."
+        f"{timeline.wall / 1e9:.2g} s within {format_size(plan['budget']['device'])} of GPU memory. "
+        f"The kernel ran in {report(timeline).compute_share:.0%} of this time."
     )
 
 
@@ -78,6 +81,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plan": lambda: fenced(plan),
     "report": lambda: fenced(reported),
     "caption": lambda: caption(LOG),
+    "slow": lambda: caption(SLOW),
 } | {
     name: lambda make=make: "\n".join(make())  # type: ignore[misc]
     for name, make in {
@@ -141,6 +145,8 @@ def pages() -> list[Path]:
 def main() -> None:
     made = {page: filled(page.read_text()) for page in pages()}
     made[IMAGES / "report.svg"] = svg(read_log(LOG), "run.jsonl")
+    made[IMAGES / "slow.svg"] = svg(read_log(SLOW), "slow.jsonl")
+    made |= {IMAGES / name: text for name, text in gallery.pictures().items()}
     made[IMAGES / "roofline.svg"] = roofline(**tables.load("roofline.json"))
     stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
