@@ -49,7 +49,7 @@ def lstsq(x: str, y: str, out: str, **options: Any) -> None:
 @verb_options("ridge")
 @taking(views("x", "y"), JSON, QUIET)
 def ridge(x: str, y: str, out: str, alpha: str, **options: Any) -> None:
-    """Find the b for which the sum of squares of Y - X b, plus ALPHA |b|^2, is smallest, in float64.
+    """Find the b for which the sum of squares of Y - X b, plus ALPHA times that of b, is smallest.
 
     X, Y and OUT are as for `oocgemm lstsq`. X may have more columns than rows. With several penalties, the
     arrays in OUT have a first axis for them.

@@ -327,12 +327,12 @@ class Client:
                 ``device_memory`` and ``overwrite``. The server chooses backend, device and default budgets.
                 Options of the job are:
 
-                name: what the job is called in lists.
-                priority: jobs with a higher priority start first.
-                deadline: the time by which the job must have succeeded, or else it fails. A number is in
-                    seconds since 1970.
-                needs: jobs, or their ids, that must succeed before.
-                held: do not start the job before it is released.
+                - ``name``: what the job is called in lists.
+                - ``priority``: jobs with a higher priority start first.
+                - ``deadline``: the time by which the job must have succeeded, or else it fails. A number is
+                  in seconds since 1970.
+                - ``needs``: jobs, or their ids, that must succeed before.
+                - ``held``: do not start the job before it is released.
         """
         body = self._bodies([{"a": a, "b": b, "c": c} | options])[0]
         return Job(self._transport, self._post("/v1/jobs", body))

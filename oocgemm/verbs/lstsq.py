@@ -141,7 +141,7 @@ def ridge(
     dry_run: bool = False,
     **options: Unpack[PcaOptions],
 ) -> LeastSquares | Plan:
-    """Find the b for which the sum of squares of Y - X b, plus alpha |b|^2, is smallest, in float64.
+    """Find the b for which the sum of squares of Y - X b, plus alpha times that of b, is smallest.
 
     Several penalties alpha take no more reads than one. The intercept has no penalty.
 

@@ -168,7 +168,16 @@ def test_options_and_commands_named_exist(page: Path) -> None:
     text = page.read_text()
     # options of scripts/test, mypy, plink, GCTA, dask, Slurm, curl, useradd, systemctl and podman
     outside = {"--all", "--no-setup", "--strict", "--make-rel", "--host", "--nthreads", "--local-directory"}
-    outside |= {"--make-bed", "--make-grm-alg", "--make-grm-xchr", "--autosome-num", "--maf", "--grm"}
+    outside |= {
+        "--make-king",
+        "--genome",
+        "--make-bed",
+        "--make-grm-alg",
+        "--make-grm-xchr",
+        "--autosome-num",
+        "--maf",
+        "--grm",
+    }
     outside |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--help"}
     outside |= {"--unix-socket", "--system", "--full", "--now", "--name", "--gpus", "--memory"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - outside <= set(options(cli))
