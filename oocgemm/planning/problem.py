@@ -500,7 +500,8 @@ class GemmProblem:
     @property
     def combined_dtype(self) -> str:
         """The dtype in which a GPU keeps elements in an accumulator, if an epilogue changes them there."""
-        return "float32" if self.epilogue and self.acc_dtype == "int32" else self.acc_dtype
+        changes = self.epilogue and not self.sink.ranks_distances
+        return "float32" if changes and self.acc_dtype == "int32" else self.acc_dtype
 
     @property
     def dtypes(self) -> dict[str, str]:
