@@ -47,7 +47,7 @@ _OWN = {
     "hold": ("queue:hold", "Keep queued jobs from starting, until `oocgemm release`."),
     "ibs": (
         "statistics:ibs",
-        "Compute the share of alleles that the individuals in X share (identity by state).",
+        "Compute the share of alleles that the individuals in X share (IBS), or counts of variants.",
     ),
     "info": ("measuring:info", "Show what is installed, how fast it is, and what is missing."),
     "king": (
@@ -59,7 +59,7 @@ _OWN = {
         "Compute the correlations of pairs of variants that are near one another, and store them.",
     ),
     "logs": ("queue:logs", "Show what a job has printed."),
-    "lstsq": ("fitting:lstsq", "Find the b for which the sum of squares of Y - X b is smallest."),
+    "lstsq": ("fitting:lstsq", "Find the b for which the sum of squares of Y - X b is smallest, in float64."),
     "neighbors": ("statistics:neighbors", "Find the nearest rows of X, or of Y, to each row of X."),
     "pause": ("queue:pause", "Stop running jobs so that other jobs can run."),
     "pca": ("statistics:pca", "Find the principal components of X, by one read of X where that is faster."),
@@ -69,7 +69,10 @@ _OWN = {
     "report": ("measuring:report", "Show what limited the speed of a run, and what to change."),
     "resume": ("queue:resume", "Continue paused jobs."),
     "retry": ("queue:retry", "Queue jobs again that failed or were cancelled."),
-    "ridge": ("fitting:ridge", "Find the b of `oocgemm lstsq`, with a penalty on its size."),
+    "ridge": (
+        "fitting:ridge",
+        "Find the b for which the sum of squares of Y - X b, plus ALPHA times that of b, is smallest.",
+    ),
     "run": ("products:run", "Multiply A and B, and store the product in C."),
     "serve": ("serve:serve", "Run a queue of products in front of the GPUs of this machine."),
     "similarity": ("statistics:similarity", "Find the most similar rows of each row of E."),
@@ -79,7 +82,10 @@ _OWN = {
     ),
     "status": ("queue:status", "Show a job of a service."),
     "submit": ("submit:submit", "Submit a product to a service, which computes it in the background."),
-    "svd": ("fitting:svd", "Find the largest singular values of X and their vectors, by a few reads of X."),
+    "svd": (
+        "fitting:svd",
+        "Find the largest singular values of X and their vectors, in float64, by a few reads of X.",
+    ),
     "token": (
         "serve:token",
         "Make, list and revoke the tokens with which users reach `oocgemm serve --listen`.",

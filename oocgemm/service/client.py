@@ -468,7 +468,8 @@ def _body(given: Mapping[str, Any]) -> dict[str, Any]:
     if (deadline := rest.pop("deadline", None)) is not None:
         body["deadline"] = deadline.timestamp() if isinstance(deadline, datetime) else deadline
     body["needs"] = [each.id if isinstance(each, Job) else each for each in rest.pop("needs", ())]
-    nothing = {option: None for option, value in rest.items() if value is None}
+    # No option of gemm has the meaning None. For others it may differ from the default, such as missing=None.
+    nothing = {option: None for option, value in rest.items() if value is None and verb != "gemm"}
     return body | {"options": plain_options(rest) | nothing}
 
 

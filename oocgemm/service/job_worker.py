@@ -235,7 +235,10 @@ def _computed(
             device=order["device"] if spec["options"]["backend"] == "cuda" else 0,
             progress=_noting(order["attempt"], passes, tiles.write, folder / LIVE),
         )
-    log = getattr(getattr(result, "run", result), "log", None)
+    run = getattr(result, "run", result)
+    log = getattr(run, "log", None)
+    if not passes and hasattr(run, "plan"):  # the result was complete already
+        passes.append(run.plan)
     done = {"exit_code": 0, "error": None, "seconds": monotonic() - begun if log is None else log.wall / 1e9}
     flops, kept = sum(plan.flops for plan in passes), sum(len(plan.done) for plan in passes)
     return done | {"flops": flops, "kept_tiles": kept} | shown_of(result), result

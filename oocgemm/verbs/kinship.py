@@ -112,9 +112,9 @@ def king(
 
     >>> import oocgemm
     >>> oocgemm.king([[0, 1, 2, 1], [0, 1, 2, 1], [1, 1, 0, -1]], backend="host").out
-    array([[ 0.5,  0.5, -0.75],
-           [ 0.5,  0.5, -0.75],
-           [-0.75, -0.75,  0.5]], dtype=float32)
+    array([[ 0.5 ,  0.5 , -0.75],
+           [ 0.5 ,  0.5 , -0.75],
+           [-0.75, -0.75,  0.5 ]], dtype=float32)
     """
     calls = _opened("king", x, out, (axis, uplo, threshold), missing, chromosomes, options)
     individuals, variants = calls.matrix.shape[:: 1 if calls.variant_axis else -1]

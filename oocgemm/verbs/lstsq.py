@@ -100,8 +100,8 @@ def lstsq(
 
     >>> import oocgemm
     >>> found = oocgemm.lstsq([[1.0], [2.0], [3.0]], [3.0, 5.0, 7.0], intercept=True, backend="host")
-    >>> found.coefficients.round(6), found.intercept.round(6)
-    (array([2.]), array(1.))
+    >>> found.coefficients.round(6).tolist(), float(found.intercept.round(6))
+    ([2.0], 1.0)
     """
     check_names("lstsq", options, PcaOptions)
     given: dict[str, Any] = {"intercept": intercept, "weights": weights, "refine": refine}

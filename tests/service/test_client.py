@@ -83,7 +83,7 @@ def test_a_job_is_submitted_with_its_options(client: Client, stub: Stub, tmp_pat
         needs=[first, "x"], held=True, alpha=1j, tile=TileShape(8, 8, 4), out_dtype=np.float32, beta=None,
     )  # fmt: skip
     assert stub.bodies[0] == {
-        **{"a": "data:A", "b": "data:B", "c": "data:sub/C", "name": "one", "priority": 0, "held": False},
+        **{"a": "data:A", "b": "data:B", "c": "data:sub/C", "name": "one"},
         **{"needs": [], "options": {}},
     }
     assert stub.bodies[1]["needs"] == [first.id, "x"]
