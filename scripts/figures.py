@@ -81,6 +81,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plan": lambda: fenced(plan),
     "report": lambda: fenced(reported),
     "caption": lambda: caption(LOG),
+    "example": lambda: caption(LOG).replace("timeline of", "report on"),
     "slow": lambda: caption(SLOW),
 } | {
     name: lambda make=make: "\n".join(make())  # type: ignore[misc]
