@@ -216,4 +216,4 @@ def test_each_verb_has_a_page() -> None:
 
 def test_the_citation_and_the_changelog_name_this_version() -> None:
     assert f"version: {oocgemm.__version__}\n" in (TOP / "CITATION.cff").read_text()
-    assert f"\n## {oocgemm.__version__}" in (TOP / "docs" / "changelog.md").read_text()
+    assert f"\n## {oocgemm.__version__}" in (TOP / "CHANGELOG.md").read_text()
