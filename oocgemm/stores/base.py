@@ -271,11 +271,25 @@ class Store(ABC):
 
 
 class Composite(ABC):
-    """An operand that describes a matrix by other operands. It is opened by a store, like any operand."""
+    """An operand that describes a matrix by other operands."""
+
+    @abstractmethod
+    def open(self, name: str) -> "Matrix":
+        """Open the operands, and return the matrix that they make. Raises `InputError`."""
 
     @abstractmethod
     def mapped(self, change: Callable[[Any], Any]) -> Self:
         """Return the same description of changed operands."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix, which is opened for it."""
+        return self.open("the matrix").shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the matrix, which is opened for it."""
+        return self.open("the matrix").dtype
 
 
 def mapped(operand: Any, change: Callable[[Any], Any]) -> Any:

@@ -6,12 +6,9 @@ It is a description, which is sent to other processes if its array has a path. T
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
-from oocgemm.stores.base import Composite, Matrix, Store, not_writable
+from oocgemm.stores.base import Composite, Matrix
 from oocgemm.stores.folding import Fold, Folding, Names
 from oocgemm.values import dataclass
 
@@ -23,18 +20,13 @@ class Folded(Composite):
     source: Any
     folding: Folding
 
+    def open(self, name: str) -> Matrix:
+        from oocgemm.stores.opening import store_of
+
+        return store_of(self.source).fold(name, self.source, self.folding)
+
     def mapped(self, change: Callable[[Any], Any]) -> Self:
         return replace(self, source=change(self.source))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the matrix. The array is opened for it."""
-        return FOLDED.open("the array", self).shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the array, which is opened for it."""
-        return FOLDED.open("the array", self).dtype
 
 
 def as_matrix(
@@ -68,30 +60,6 @@ def as_matrix(
            [ 511., 1699.]])
     """
     return Folded(x, Folding.of(rows, cols, isel))
-
-
-class FoldedArrays(Store):
-    """Open arrays that `as_matrix` has folded."""
-
-    kind = "a folded array"
-
-    def matches(self, operand: Any) -> bool:
-        return isinstance(operand, Folded)
-
-    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        if writable:
-            raise not_writable(name)
-        from oocgemm.stores.opening import store_of
-
-        return store_of(operand.source).fold(name, operand.source, operand.folding)
-
-    def location(self, operand: Any) -> tuple[str, str | None]:
-        from oocgemm.stores.opening import store_of
-
-        return store_of(operand.source).location(operand.source)
-
-
-FOLDED = FoldedArrays()
 
 
 @dataclass(frozen=True)

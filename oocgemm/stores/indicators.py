@@ -9,13 +9,12 @@ columns in which their codes agree.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from oocgemm.stores.arrays import read_block
-from oocgemm.stores.base import Array, Composite, Matrix, Store, not_writable, pieces
+from oocgemm.stores.base import Array, Composite, Matrix, pieces
 from oocgemm.stores.transformed import ElementView
 from oocgemm.values import dataclass
 
@@ -36,6 +35,11 @@ class Indicators(Composite):
     columns: int | None = None
     decode: bool = True
 
+    def open(self, name: str) -> Matrix:
+        from oocgemm.stores.opening import open_matrix
+
+        return IndicatorMatrix(open_matrix(name, self.source, decode=self.decode), self.table, self.columns)
+
     def mapped(self, change: Callable[[Any], Any]) -> Self:
         return replace(self, source=change(self.source))
 
@@ -50,31 +54,6 @@ def table_of_codes(codes: Sequence[int]) -> Array:
     """Return the indicators of bytes that are codes. Two codes take one indicator, that of the second."""
     wanted = np.asarray(codes[1:] if len(codes) == 2 else codes, np.int64)
     return np.equal.outer(np.arange(256), wanted % 256).astype(np.int8)
-
-
-class IndicatorMatrices(Store):
-    """Open `Indicators`."""
-
-    kind = "a matrix of indicators"
-
-    def matches(self, operand: Any) -> bool:
-        return isinstance(operand, Indicators)
-
-    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        if writable:
-            raise not_writable(name)
-        from oocgemm.stores.opening import open_matrix
-
-        source = open_matrix(name, operand.source, decode=operand.decode)
-        return IndicatorMatrix(source, operand.table, operand.columns)
-
-    def location(self, operand: Any) -> tuple[str, str | None]:
-        from oocgemm.stores.opening import store_of
-
-        return store_of(operand.source).location(operand.source)
-
-
-INDICATORS = IndicatorMatrices()
 
 
 class IndicatorMatrix(ElementView):

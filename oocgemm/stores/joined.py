@@ -9,15 +9,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Self
-
-import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Chunked, Coding, Layout
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, Composite, Matrix, ReadOnly, Store, leaves, not_writable
+from oocgemm.stores.base import Array, Composite, Matrix, ReadOnly
 from oocgemm.stores.capabilities import Coded, Genotypes, Listed, Piece
 from oocgemm.stores.codecs import CHECKSUM_BYTES, NO_ROOM, Fetched
 from oocgemm.stores.declared import AS_STORED, NOTHING, Declared, place_of
@@ -33,18 +30,13 @@ class Joined(Composite):
     parts: tuple[Any, ...]
     axis: int
 
+    def open(self, name: str) -> Matrix:
+        from oocgemm.stores.opening import store_of
+
+        return joined(name, [store_of(part).open(name, part) for part in self.parts], self.axis)
+
     def mapped(self, change: Callable[[Any], Any]) -> Self:
         return replace(self, parts=tuple(map(change, self.parts)))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the matrix. The parts are opened for it."""
-        return JOINED.open("the matrix", self).shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the parts, which are opened for it."""
-        return JOINED.open("the matrix", self).dtype
 
 
 def concat(parts: Sequence[Any], axis: int = 0) -> Joined:
@@ -71,32 +63,6 @@ def concat(parts: Sequence[Any], axis: int = 0) -> Joined:
     if isinstance(parts, str | bytes) or not len(parts):
         raise InputError("concat takes a sequence of one or more matrices: pass a list of operands")
     return Joined(tuple(parts), axis)
-
-
-class JoinedMatrices(Store):
-    """Open matrices that `concat` has joined."""
-
-    kind = "joined matrices"
-
-    def matches(self, operand: Any) -> bool:
-        return isinstance(operand, Joined)
-
-    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        if writable:
-            raise not_writable(name)
-        from oocgemm.stores.opening import store_of
-
-        parts = [store_of(part).open(name, part) for part in operand.parts]
-        return joined(name, parts, operand.axis)
-
-    def location(self, operand: Any) -> tuple[str, str | None]:
-        from oocgemm.stores.opening import store_of
-
-        first = leaves(operand)[0]
-        return store_of(first).location(first)
-
-
-JOINED = JoinedMatrices()
 
 
 def joined(name: str, parts: Sequence[Matrix], axis: int) -> Matrix:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning.tiling import Range, length
 from oocgemm.stores.arrays import read_block
-from oocgemm.stores.base import BATCH_BYTES, Array, Composite, Matrix, Store, View, is_path, not_writable
+from oocgemm.stores.base import BATCH_BYTES, Array, Composite, Matrix, View, is_path
 from oocgemm.stores.capabilities import Genotypes, Selecting
 from oocgemm.stores.declared import NOTHING, Declared
 from oocgemm.values import dataclass
@@ -41,18 +40,17 @@ class Kept(Composite):
     rows: Array | None
     cols: Array | None
 
+    def open(self, name: str) -> Matrix:
+        from oocgemm.stores.opening import store_of
+
+        matrix = store_of(self.source).open(name, self.source)
+        for axis, given in enumerate((self.rows, self.cols)):
+            if given is not None:
+                matrix = kept(matrix, axis, numbers(matrix, axis, given))
+        return matrix
+
     def mapped(self, change: Callable[[Any], Any]) -> Self:
         return replace(self, source=change(self.source))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the matrix, which is opened for it."""
-        return KEPT.open("the matrix", self).shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the matrix, which is opened for it."""
-        return KEPT.open("the matrix", self).dtype
 
 
 def keep(x: Any, rows: Any = None, cols: Any = None) -> Kept:
@@ -108,34 +106,6 @@ def _loaded(option: str, path: str) -> Array:
         raise InputError(
             f"{option}: {path} is neither a .npy file nor a text with one number per line: {error}"
         ) from error
-
-
-class KeptMatrices(Store):
-    """Open matrices of which `keep` has kept a part."""
-
-    kind = "a part of a matrix"
-
-    def matches(self, operand: Any) -> bool:
-        return isinstance(operand, Kept)
-
-    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        if writable:
-            raise not_writable(name)
-        from oocgemm.stores.opening import store_of
-
-        matrix = store_of(operand.source).open(name, operand.source)
-        for axis, given in enumerate((operand.rows, operand.cols)):
-            if given is not None:
-                matrix = kept(matrix, axis, numbers(matrix, axis, given))
-        return matrix
-
-    def location(self, operand: Any) -> tuple[str, str | None]:
-        from oocgemm.stores.opening import store_of
-
-        return store_of(operand.source).location(operand.source)
-
-
-KEPT = KeptMatrices()
 
 
 def numbers(matrix: Matrix, axis: int, given: Array) -> Array:

@@ -32,6 +32,7 @@ from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.arrays import ArrayLikes, ArrayMatrix, Arrays
 from oocgemm.stores.base import (
     Array,
+    Composite,
     DtypeError,
     Folder,
     Matrix,
@@ -40,34 +41,51 @@ from oocgemm.stores.base import (
     is_path,
     leaves,
     mapped,
+    not_writable,
     underlying,
 )
 from oocgemm.stores.boxes import BoxMatrix
 from oocgemm.stores.capabilities import SIDECAR, Resumable
 from oocgemm.stores.declared import Declared, refuse_packed
-from oocgemm.stores.folded import FOLDED
 from oocgemm.stores.formats import OperandFacts, UnsupportedError
 from oocgemm.stores.genetics import BedFiles, GrmFiles
 from oocgemm.stores.hdf5 import HDF5Files
-from oocgemm.stores.indicators import INDICATORS
-from oocgemm.stores.joined import JOINED, JoinedMatrix
-from oocgemm.stores.kept import KEPT
+from oocgemm.stores.joined import JoinedMatrix
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores, check_url
 from oocgemm.stores.sparse import SparseArrays
 from oocgemm.stores.transformed import CHANGED
 from oocgemm.stores.unpacked import decoded
-from oocgemm.stores.widened import WIDENED
 from oocgemm.stores.zarr_matrix import ZarrArrays, ZarrPaths
 from oocgemm.system.installed import any_entry_point
+
+
+class Composites(Store):
+    """Open operands that describe a matrix by other operands."""
+
+    kind = "a view of other operands"
+
+    def matches(self, operand: Any) -> bool:
+        return isinstance(operand, Composite)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise not_writable(name)
+        found: Matrix = operand.open(name)
+        return found
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        first = leaves(operand)[0]
+        return store_of(first).location(first)
+
 
 GROUP = "oocgemm.stores"  # the group of the entry points by which other packages add stores
 ARRAYS = Arrays()
 # These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (
     *(NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), SparseArrays(), ZarrArrays(), ARRAYS),
-    *(FOLDED, JOINED, KEPT, INDICATORS, WIDENED, CHANGED),
+    *(Composites(), CHANGED),
 )
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from oocgemm.stores.base import Composite, Matrix, Store, not_writable
+from oocgemm.stores.base import Composite, Matrix
 from oocgemm.stores.transformed import ConvertedMatrix
 from oocgemm.values import dataclass
 
@@ -19,30 +18,11 @@ class Widened(Composite):
     source: Any
     decode: bool = True
 
-    def mapped(self, change: Callable[[Any], Any]) -> Self:
-        return replace(self, source=change(self.source))
-
-
-class WidenedArrays(Store):
-    """Open operands in float64."""
-
-    kind = "an array in float64"
-
-    def matches(self, operand: Any) -> bool:
-        return isinstance(operand, Widened)
-
-    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        if writable:
-            raise not_writable(name)
+    def open(self, name: str) -> Matrix:
         from oocgemm.stores.opening import open_matrix
 
-        matrix = open_matrix(name, operand.source, decode=operand.decode)
+        matrix = open_matrix(name, self.source, decode=self.decode)
         return matrix if matrix.dtype == np.float64 else ConvertedMatrix(matrix, np.dtype(np.float64))
 
-    def location(self, operand: Any) -> tuple[str, str | None]:
-        from oocgemm.stores.opening import store_of
-
-        return store_of(operand.source).location(operand.source)
-
-
-WIDENED = WidenedArrays()
+    def mapped(self, change: Callable[[Any], Any]) -> Self:
+        return replace(self, source=change(self.source))

@@ -90,7 +90,7 @@ def test_every_backend_finds_and_stores_vectors(backend: str, shape: tuple[int, 
 
 
 def test_a_wide_operand_that_has_no_transpose_is_refused() -> None:
-    with pytest.raises(InputError, match="joined matrices cannot be read as its transpose"):
+    with pytest.raises(InputError, match="a view of other operands cannot be read as its transpose"):
         oocgemm.svd(oocgemm.concat([np.ones((2, 5)), np.ones((2, 5))]), **ON_HOST)
 
 
