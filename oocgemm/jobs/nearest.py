@@ -23,7 +23,7 @@ from oocgemm.integrity.passes import Oriented
 from oocgemm.integrity.rounding import OPERANDS, sum_error
 from oocgemm.jobs import run as running
 from oocgemm.jobs.operands import open_operands, squared_norms
-from oocgemm.jobs.pairs import Scaled, cores, parts_of, sort_candidates, squared_distances
+from oocgemm.jobs.pairs import ScaledRows, cores, parts_of, sort_candidates, squared_distances
 from oocgemm.jobs.request import Request, Selection
 from oocgemm.jobs.run import Result
 from oocgemm.jobs.stats import inverse_norms
@@ -54,8 +54,8 @@ class WideRows(NamedTuple):
     scaled to the norm 1, or are 0.
     """
 
-    left: Scaled
-    right: Scaled
+    left: ScaledRows
+    right: ScaledRows
     left_norms: Array
     right_norms: Array
 
@@ -105,8 +105,8 @@ class Search:
             norms = [np.zeros(problem.m), np.zeros(problem.n)]
         else:
             norms = [np.sqrt(each) for each in squared_norms(problem, a, b, memory)]
-        left = Scaled(Oriented(_wide(a), problem.trans_a.swaps), scales[0])
-        right = Scaled(Oriented(_wide(b), not problem.trans_b.swaps), scales[1])
+        left = ScaledRows(Oriented(_wide(a), problem.trans_a.swaps), scales[0])
+        right = ScaledRows(Oriented(_wide(b), not problem.trans_b.swaps), scales[1])
         return WideRows(left, right, norms[0], norms[1])
 
     def _error(self, problem: GemmProblem) -> Array:

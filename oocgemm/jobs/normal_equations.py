@@ -20,7 +20,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.jobs.options import Weights
-from oocgemm.jobs.orthonormal import EPS, Factors, norm
+from oocgemm.jobs.orthonormal import EPS, QRFactors, norm
 from oocgemm.jobs.request import Destination, Gram, Request, Source
 from oocgemm.jobs.row_slices import RowSlices
 from oocgemm.jobs.run import Plan
@@ -177,7 +177,7 @@ class Solution:
         self.scale = np.exp2(-np.round(np.log2(np.where(lengths > 0, lengths, 1))))[:, None]
         self._penalty = penalty[:, None] * self.scale**2
         inner = inner * self.scale * self.scale.T
-        self.factors = Factors.of(inner + np.diag(self._penalty[:, 0]))
+        self.factors = QRFactors.of(inner + np.diag(self._penalty[:, 0]))
         self._b = self._step = self.factors.solved(self.scale * right)
         share = np.einsum("ij,ij->j", self._b, 2 * self.scale * right - inner @ self._b)
         self.squares = np.maximum(0, gram.diagonal()[unknowns:] - share)

@@ -1,6 +1,6 @@
 """Least squares and singular values of a tall X, from products ``X^T X P`` of a few reads of X, in float64.
 
-`Factors` are a P for which the columns of X P are nearly orthonormal, and an R for which X = (X P) R. So R
+`QRFactors` are a P for which the columns of X P are nearly orthonormal, and an R for which X = (X P) R. So R
 has the singular values of X, and P P^T is the inverse of X^T X.
 
 *The first read* computes X^T X. With its Cholesky factor L, P is L^-T. X^T X has rounding errors of about
@@ -36,7 +36,7 @@ STEPS = 40
 BLOCK = 128
 
 
-class Factors(NamedTuple):
+class QRFactors(NamedTuple):
     """P and R of X = (X P) R, with nearly orthonormal columns of X P.
 
     - `p`: the columns are in ascending order of their lengths. `r` is its inverse.
@@ -50,7 +50,7 @@ class Factors(NamedTuple):
     size: float
 
     @classmethod
-    def of(cls, gram: Array) -> "Factors":
+    def of(cls, gram: Array) -> "QRFactors":
         """Return the first factors, given the Gram matrix of an X whose columns have a length of about 1."""
         whole, size = np.eye(len(gram)), np.sqrt(norm(gram))
         return cls(whole, whole, np.ones(len(gram)), size).refined(np.ones(len(gram), bool), gram)
@@ -63,7 +63,7 @@ class Factors(NamedTuple):
         """Estimate the condition number of X."""
         return norm(self.p) * norm(self.r)
 
-    def refined(self, chosen: Array, product: Array) -> "Factors":
+    def refined(self, chosen: Array, product: Array) -> "QRFactors":
         """Return better factors, given the product X^T X P of the `chosen` columns of P."""
         inner = np.eye(len(chosen))
         inner[:, chosen] = self.p.T @ product
@@ -76,20 +76,20 @@ class Factors(NamedTuple):
         change = inverted(lower).T
         p, errors = self.p @ change, np.square(change).T @ (noise + shift)
         order = np.argsort(np.linalg.norm(p, axis=0), kind="stable")
-        return Factors(p[:, order], (lower.T @ self.r)[order], errors[order], self.size)
+        return QRFactors(p[:, order], (lower.T @ self.r)[order], errors[order], self.size)
 
 
-def of_eigenvectors(values: Array, vectors: Array, errors: Array, largest: float) -> Factors:
+def of_eigenvectors(values: Array, vectors: Array, errors: Array, largest: float) -> QRFactors:
     """Return factors, given eigenvalues and eigenvectors of X^T X in descending order.
 
     `errors` are those of the values, relative to the `largest` one.
     """
     if not largest:
-        return Factors(vectors, 0 * vectors.T, np.zeros(len(values)), 0.0)
+        return QRFactors(vectors, 0 * vectors.T, np.zeros(len(values)), 0.0)
     least = len(vectors) * NOISE * EPS * largest
     roots = np.sqrt(np.maximum(values, least))
     known = np.where(values > least, errors * largest / roots**2, 1.0)
-    return Factors(vectors / roots, roots[:, None] * vectors.T, known, float(np.sqrt(largest)))
+    return QRFactors(vectors / roots, roots[:, None] * vectors.T, known, float(np.sqrt(largest)))
 
 
 def _factored(inner: Array, noise: Array, shift: Array) -> tuple[Array, Array]:

@@ -42,7 +42,7 @@ class _Pairs(ctypes.Structure):
     )
 
 
-class Scaled(NamedTuple):
+class ScaledRows(NamedTuple):
     """The rows of a matrix, times a number per row. Without `scales`, the numbers are 1."""
 
     matrix: Oriented
@@ -102,7 +102,7 @@ def cosines(
     return _divided(sums, x_squares, y_squares)
 
 
-def squared_distances(x: Scaled, y: Scaled, rows: Array, cols: Array, memory: int) -> Array:
+def squared_distances(x: ScaledRows, y: ScaledRows, rows: Array, cols: Array, memory: int) -> Array:
     """Return the squared distance of row ``rows[i]`` of x and row ``cols[i, j]`` of y, for each i and j.
 
     Rows that are not in memory, or not in a dtype of `DTYPES`, are read in about `memory` bytes (`blocks`).
@@ -125,7 +125,7 @@ def squared_distances(x: Scaled, y: Scaled, rows: Array, cols: Array, memory: in
     return found
 
 
-def distances_in_memory(x: Scaled, y: Scaled, rows: Array, cols: Array) -> Array | None:
+def distances_in_memory(x: ScaledRows, y: ScaledRows, rows: Array, cols: Array) -> Array | None:
     """Return what `squared_distances` does; None if compiled code cannot address the rows of x and y."""
     if (arrays := _in_memory(x, y)) is None:
         return None
@@ -152,7 +152,7 @@ def sort_candidates(distances: Array, indices: Array) -> None:
         raise MemoryError
 
 
-def parts_of(x: Scaled, y: Scaled, rows: int, pairs: int) -> list[slice]:
+def parts_of(x: ScaledRows, y: ScaledRows, rows: int, pairs: int) -> list[slice]:
     """Return the parts of rows with `pairs` pairs each for which threads should call `squared_distances`.
 
     If rows are read, all pairs are one part: rows are then read once for them.
@@ -172,7 +172,7 @@ def _threads(pairs: int) -> int:
     return cores() if pairs > PART else 1
 
 
-def _in_memory(x: Scaled, y: Scaled) -> tuple[Array, Array] | None:
+def _in_memory(x: ScaledRows, y: ScaledRows) -> tuple[Array, Array] | None:
     """Return the rows of two matrices in memory; None if compiled code cannot address both."""
     first, second = _elements(x.matrix), _elements(y.matrix)
     if first is None or second is None or first.dtype != second.dtype:

@@ -39,7 +39,7 @@ from oocgemm.engine.staging import pageable
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.integrity.passes import Oriented
 from oocgemm.jobs.option_groups import Operand, Size
-from oocgemm.jobs.pairs import Scaled, distances_in_memory
+from oocgemm.jobs.pairs import ScaledRows, distances_in_memory
 from oocgemm.jobs.steps import (
     Add,
     Coefficients,
@@ -584,7 +584,9 @@ def moved_squares(matrix: Matrix, axis: int, memory: int) -> Array:
         if np.array_equal(row[0], center):
             x, y = Oriented(chain.matrix, axis == 0), Oriented(stores.open_matrix("the center", row))
             lines = np.arange(matrix.shape[1 - axis])
-            found = distances_in_memory(Scaled(x), Scaled(y), lines, np.zeros((len(lines), 1), np.int64))
+            found = distances_in_memory(
+                ScaledRows(x), ScaledRows(y), lines, np.zeros((len(lines), 1), np.int64)
+            )
             if found is not None:
                 return found.ravel()
     return squares(matrix, axis, memory)

@@ -109,7 +109,7 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
     if not needs_before(spec):
         _check_incomplete(out)
     kept = in_memory(spec)
-    of = partial(Passes.of, in_memory=kept, beside="passes" in VERBS[spec.get("verb", "gemm")].uses)
+    of = partial(PlannedPasses.of, in_memory=kept, beside="passes" in VERBS[spec.get("verb", "gemm")].uses)
     passes = of(plan_with(**budgets))
     saves = kept or passes.saved
     if saves:
@@ -142,7 +142,7 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
 
 
 @dataclass(frozen=True)
-class Passes:
+class PlannedPasses:
     """The plans of all products of a job, in sequence, as a dry run of its verb returns them.
 
     - `reads`: how often the operand of `pca` is read; 1 for other verbs.
@@ -162,7 +162,7 @@ class Passes:
     beside: bool = False
 
     @classmethod
-    def of(cls, found: Any, *, in_memory: bool, beside: bool) -> "Passes":
+    def of(cls, found: Any, *, in_memory: bool, beside: bool) -> "PlannedPasses":
         if (plan := getattr(found, "pass_plan", None)) is not None:
             reads = found.passes + found.statistics + found.checks
             return cls([plan], reads, found.method, found.bytes_stored, saved=True)

@@ -198,7 +198,7 @@ class Listed(Protocol, metaclass=_Capability):
 
 
 @runtime_checkable
-class Selecting(Protocol, metaclass=_Capability):
+class Selectable(Protocol, metaclass=_Capability):
     """A matrix that has views of its own of some of its rows or columns."""
 
     def selected(self, axis: int, lines: Array) -> Matrix:

@@ -18,7 +18,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning.tiling import Range, length
 from oocgemm.stores.arrays import read_block
 from oocgemm.stores.base import BATCH_BYTES, Array, Composite, Matrix, View, is_path
-from oocgemm.stores.capabilities import Genotypes, Selecting
+from oocgemm.stores.capabilities import Genotypes, Selectable
 from oocgemm.stores.declared import NOTHING, Declared
 from oocgemm.values import dataclass
 
@@ -129,7 +129,7 @@ def numbers(matrix: Matrix, axis: int, given: Array) -> Array:
 
 def kept(matrix: Matrix, axis: int, lines: Array) -> Matrix:
     """Return the rows (`axis` 0) or columns (1) of a matrix that have these numbers."""
-    if isinstance(matrix, Selecting):
+    if isinstance(matrix, Selectable):
         return matrix.selected(axis, lines)
     return (KeptGenotypes if isinstance(matrix, Genotypes) else KeptMatrix)(matrix, axis, lines)
 

@@ -201,7 +201,7 @@ def ibs(
     return calls.outcome(Combined(kind), dry_run=dry_run)
 
 
-class _Calls(NamedTuple):
+class _Called(NamedTuple):
     """The genotypes of a call: its request without terms, the opened matrix, and the code of missing ones."""
 
     request: Request
@@ -251,7 +251,7 @@ def _opened(
     missing: float | None,
     chromosomes: Chromosomes | None,
     options: Any,
-) -> _Calls:
+) -> _Called:
     """Open genotypes. `how` is the axis of individuals, the triangle that is stored, and the threshold."""
     axis, uplo, threshold = how
     check_names(function, options, DenseOptions)
@@ -272,7 +272,7 @@ def _opened(
     found = Transform(missing=missing).code("X", matrix.dtype)
     declared, code = known_missing(matrix)[1], nan if found is None else found
     if declared is None and matrix.dtype.name in _BYTES:
-        return _Calls(request, matrix, code)
+        return _Called(request, matrix, code)
     # Missing elements become NaN: those that X declares, or else those that are `missing`.
     request = request.with_operands(absent=code if declared is None else nan)
-    return _Calls(request, completed(matrix, request.a, request), nan)
+    return _Called(request, completed(matrix, request.a, request), nan)

@@ -11,7 +11,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.option_groups import Operand, PathLike, PcaOptions, WritableArray
 from oocgemm.jobs.options import SvdArguments, check_names, documented
-from oocgemm.jobs.orthonormal import EPS, Factors, of_eigenvectors
+from oocgemm.jobs.orthonormal import EPS, QRFactors, of_eigenvectors
 from oocgemm.jobs.pca_gram import errors_of, largest, planned
 from oocgemm.jobs.pca_passes import PcaPasses, PcaState
 from oocgemm.jobs.run import Plan
@@ -166,7 +166,7 @@ def _turned(x: Operand, shape: tuple[int, int]) -> Operand:
     return found
 
 
-def _factors(passes: PcaPasses, count: int) -> tuple[PcaState, Factors, int]:
+def _factors(passes: PcaPasses, count: int) -> tuple[PcaState, QRFactors, int]:
     """Return the factors of X, and how often it was read."""
     state, gram = passes.gram(passes.begin(0, centered=True))
     values, vectors = largest(gram, count, passes.columns, 0, passes.decomposed)
@@ -185,7 +185,7 @@ def _factors(passes: PcaPasses, count: int) -> tuple[PcaState, Factors, int]:
     return state, factors, reads
 
 
-def _decomposed(factors: Factors, count: int, *, refined: bool) -> tuple[Array, Array, Array]:
+def _decomposed(factors: QRFactors, count: int, *, refined: bool) -> tuple[Array, Array, Array]:
     """Return singular values s, V^T, and a factor F for which U = X F."""
     if refined:
         # Where nothing is known of |X p|, it is below the noise.

@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }.items():
         monkeypatch.setattr(coding, name, value)
     monkeypatch.setattr(coding, "STORED_RATE", 1e12)
-    fast = dict.fromkeys(("zstd", "lz4"), coding.Streams(1e12, 1e12))
+    fast = dict.fromkeys(("zstd", "lz4"), coding.CodedStreams(1e12, 1e12))
     monkeypatch.setattr(coding, "DECODED", coding.DECODED | fast)
     coding.decoding_shape.cache_clear()
     yield
@@ -167,7 +167,7 @@ def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
     options: dict[str, Any] = {"compressors": [codecs[why]]} if why in codecs else {}
     place = stored(tmp_path, values, **options)
     if why == "slow":
-        monkeypatch.setattr(coding, "DECODED", {"zstd": coding.Streams(1e6, 1e6)})
+        monkeypatch.setattr(coding, "DECODED", {"zstd": coding.CodedStreams(1e6, 1e6)})
     if why == "large":
         monkeypatch.setattr("oocgemm.stores.files.MAX_CACHED_SHARE", 0)
     budget: dict[str, Any] = {"host_memory": "3MiB"} if why == "small budget" else {}

@@ -97,7 +97,7 @@ def test_a_run_may_take_what_is_kept_while_it_is_released(
             self.clear()
             return found
 
-    monkeypatch.setattr(host_memory(), "_kept", Taken({0: host_memory().Kept()}))
+    monkeypatch.setattr(host_memory(), "_kept", Taken({0: host_memory().KeptMemory()}))
     oocgemm.release()
 
 

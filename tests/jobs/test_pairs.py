@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oocgemm import stores
 from oocgemm.integrity.passes import Oriented
 from oocgemm.jobs import pairs, stats
-from oocgemm.jobs.pairs import Scaled
+from oocgemm.jobs.pairs import ScaledRows
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system.installed import compiled
@@ -24,8 +24,8 @@ def definition(x: Array, y: Array, rows: Array, cols: Array) -> Array:
     return np.square(x.astype(float)[rows][:, None] - y.astype(float)[cols]).sum(axis=2)
 
 
-def given_rows(array: Array, scales: Array | None = None, *, swapped: bool = False) -> Scaled:
-    return Scaled(Oriented(stores.open_matrix("X", array), swapped), scales)
+def given_rows(array: Array, scales: Array | None = None, *, swapped: bool = False) -> ScaledRows:
+    return ScaledRows(Oriented(stores.open_matrix("X", array), swapped), scales)
 
 
 @each_value

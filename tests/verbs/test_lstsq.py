@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.jobs import row_slices
-from oocgemm.jobs.orthonormal import Factors, inverted, norm
+from oocgemm.jobs.orthonormal import QRFactors, inverted, norm
 from oocgemm.jobs.run import run_request
 from tests.support.backends_here import BACKENDS, running_on
 from tests.support.command import command
@@ -300,7 +300,7 @@ def test_norms_are_estimated() -> None:
 def test_errors_of_factors_are_estimated() -> None:
     for exponent in (2, 5, 9, 11):
         x, _ = conditioned(10.0**exponent, 200, 10, exponent)
-        factors = Factors.of(x.T @ x)
+        factors = QRFactors.of(x.T @ x)
         for _ in range(3):
             basis = x @ factors.p
             true = np.abs(np.square(basis).sum(axis=0) - 1)

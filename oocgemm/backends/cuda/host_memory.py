@@ -39,7 +39,7 @@ PORTABLE = 1
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptMemory:
     """What is kept for the next run on a device: memory for host slots, and the ring."""
 
     arena: Array | None = None
@@ -56,7 +56,7 @@ class Kept:
 
 
 # What is kept, by device number.
-_kept: dict[int, Kept] = {}
+_kept: dict[int, KeptMemory] = {}
 
 
 class HostMemory:
@@ -72,7 +72,7 @@ class HostMemory:
         # Address of a host slot -> addresses where its pinned ranges begin, and where the last one ends.
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
-        self._own = Kept()
+        self._own = KeptMemory()
         self._spare = 0  # bytes of the host budget that neither the plan nor kept memory beyond it takes
         self.decoder: Decoder | None = None  # for a plan with compressed operands that the device decodes
         self.packer: Packer | None = None  # for a plan with a C that the device compresses
@@ -97,8 +97,8 @@ class HostMemory:
         if first is self:
             self._spare = max(0, plan.budgets.host - plan.footprint.host_total)
             size = slot_offsets(plan, "host", HOST_ALIGNMENT)[1]
-        kept, shape = _kept.pop(self._device.id, Kept()), ring_shape(plan.setting)
-        unfit = Kept()
+        kept, shape = _kept.pop(self._device.id, KeptMemory()), ring_shape(plan.setting)
+        unfit = KeptMemory()
         if kept.arena is not None:
             more = kept.arena.nbytes - size
             if 0 < size <= MAX_KEPT and 0 <= more <= self._spare:
@@ -160,7 +160,7 @@ class HostMemory:
         """Keep the memory for the next run, or free it. Unpin all other slots. No copy may be in flight."""
         if self.decoder is not None:
             self.decoder.close()
-        own, self._own = self._own, Kept()
+        own, self._own = self._own, KeptMemory()
         if keep:
             other = _kept.setdefault(self._device.id, own)
             if other is not own:  # a concurrent run has left its memory
@@ -204,7 +204,7 @@ def take_ring(device: int, room: int) -> Ring | None:
 
 def keep_ring(device: int, ring: Ring) -> None:
     """Keep a ring for the next run, if there is no other. No copy may be in flight."""
-    kept = _kept.setdefault(device, Kept())
+    kept = _kept.setdefault(device, KeptMemory())
     if kept.ring is None:
         kept.ring = ring
     else:  # a concurrent run has kept its ring

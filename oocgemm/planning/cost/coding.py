@@ -78,7 +78,7 @@ MIN_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class CodedStreams:
     """Compressed streams, which a GPU decodes at these rates, in bytes per second.
 
     - `of_stream`, `most`: decoded bytes, of one stream and of all of them.
@@ -122,15 +122,15 @@ class Entries:
 # decoded float64 at 64 GB/s from blosc-zstd, at 17 from zstd in chunks of 1 MiB, and at 31 from blosc-lz4,
 # and int8 with bitshuffle at 28. On an H200, 512 streams of zstd with random float32, of which 9/10 remained,
 # were decoded at 3.2 GB/s.
-DECODED: dict[str, Streams | Entries] = {
-    "zstd": Streams(15e6, 40e9, 5.7e6),
-    "lz4": Streams(4e6, 30e9),
+DECODED: dict[str, CodedStreams | Entries] = {
+    "zstd": CodedStreams(15e6, 40e9, 5.7e6),
+    "lz4": CodedStreams(4e6, 30e9),
     "csr": Entries(4),
     "csr64": Entries(8),
 }
 
 
-def decoded(codec: str) -> Streams | Entries:
+def decoded(codec: str) -> CodedStreams | Entries:
     """Return what a GPU decodes that is stored in a codec."""
     return DECODED[codec.removeprefix("blosc-")]
 
