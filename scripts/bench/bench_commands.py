@@ -19,12 +19,10 @@ KEPT = {"PATH", "HOME", "LANG", "SSL_CERT_FILE"}
 
 
 def left_by(clone: Path) -> dict[str, int]:
-    """Return the bytes of each file or folder at the top that git ignores."""
+    """Return the bytes of each file or folder that git ignores."""
     line = ["git", "-C", str(clone), "status", "--porcelain", "--ignored"]
     shown = subprocess.run(line, check=True, capture_output=True, text=True).stdout
-    names = sorted(
-        {entry[3:].partition("/")[0] for entry in shown.splitlines() if "__pycache__" not in entry}
-    )
+    names = sorted(entry[3:].rstrip("/") for entry in shown.splitlines() if "__pycache__" not in entry)
     sizes = {}
     for name in names:
         size = subprocess.run(
