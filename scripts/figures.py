@@ -70,7 +70,7 @@ def caption(log: Path) -> str:
     problem, operands = plan["problem"], timeline.header["operands"].values()
     return (
         f"This is the timeline of a {problem['a_dtype']} product of {problem['m']} x {problem['k']} x "
-        f"{problem['n']} on one {device}, with --compute {problem['compute']}, from and to "
+        f"{problem['n']} on one {device}, with `--compute {problem['compute']}`, from and to "
         f"{' and '.join(sorted({each['store'] for each in operands}))}. It took "
         f"{timeline.wall / 1e9:.2g} s within {format_size(plan['budget']['device'])} of GPU memory. "
         f"The kernel ran in {report(timeline).compute_share:.0%} of this time."

@@ -104,7 +104,7 @@ def scatter(points: Sequence[Sequence[float]], codes: Sequence[int], names: Sequ
     """Draw points in the plane, with a colour for each kind, and the names of the kinds beside them."""
     at, right = np.array(points), 230
     low, span = at.min(axis=0), np.ptp(at, axis=0)
-    x = 10 + (at[:, 0] - low[0]) / span[0] * (WIDTH - right - 30)
+    x = 26 + (at[:, 0] - low[0]) / span[0] * (WIDTH - right - 46)
     y = HEIGHT - BOTTOM - (at[:, 1] - low[1]) / span[1] * (HEIGHT - BOTTOM - 10)
 
     def parts() -> Iterator[str]:
@@ -115,6 +115,8 @@ def scatter(points: Sequence[Sequence[float]], codes: Sequence[int], names: Sequ
             yield f'<circle cx="{WIDTH - right}" cy="{top - 4}" r="5" fill="{COLOURS[code]}"/>'
             yield text(WIDTH - right + 12, top, name)
         yield text((WIDTH - right) / 2, HEIGHT - 10, "first component", 'text-anchor="middle"')
+        turned = f'text-anchor="middle" transform="rotate(-90 12 {HEIGHT / 2})"'
+        yield text(12, HEIGHT / 2, "second component", turned)
 
     return picture(parts(), "Two principal components of 700 cells")
 
