@@ -35,7 +35,7 @@ def left_by(clone: Path) -> dict[str, int]:
 @click.command()
 @output
 def main(output: Path | None) -> None:
-    seconds, sizes, names = {}, {}, {}
+    seconds, sizes, names = dict[str, float](), dict[str, int](), dict[str, list[str]]()
     environment = {
         name: value for name, value in os.environ.items() if name in KEPT or name.startswith("PIP_")
     }
@@ -51,7 +51,7 @@ def main(output: Path | None) -> None:
             left = left_by(clone)
             sizes[name], names[name] = sum(left.values()), list(left)
             print(f"scripts/{name}: {seconds[name]:.0f} s, {sizes[name] / 1e6:.0f} MB in {', '.join(left)}")
-    keep(output, "first run", {"seconds": seconds, "left_bytes": sizes, "left": names})
+            keep(output, "first run", {"seconds": seconds, "left_bytes": sizes, "left": names})
 
 
 if __name__ == "__main__":
