@@ -86,6 +86,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 } | {
     name: lambda make=make: "\n".join(make())  # type: ignore[misc]
     for name, make in {
+        "two-commands": tables.two_commands,
         "supported": tables.supported,
         "results": tables.results,
         "streamed": tables.streamed,
