@@ -106,7 +106,7 @@ def pack(value: Any) -> bytes:
     arrays: list[Array] = []
     text = json.dumps(_plain(value, arrays)).encode()
     file = io.BytesIO()
-    np.savez(file, np.frombuffer(text, np.uint8), *arrays, allow_pickle=False)
+    np.savez(file, np.frombuffer(text, np.uint8), *arrays)  # before NumPy 2.1, savez has no allow_pickle
     return file.getvalue()
 
 
