@@ -7,7 +7,7 @@
 //   OOC_ACCUMULATED  type of the sums: float, double, or int
 //   OOC_CHAIN        the steps, in their order, as OOC_STEP(name, number) without separators
 //   OOC_TERMS        the number of terms of the product, and of sums of an element; 1 if it is not defined
-//   OOC_COMBINE      the step that combines the sums of several terms. It is number 0, and not in OOC_CHAIN
+//   OOC_COMBINE      the step that combines the sums of several terms. It is step 0, and OOC_CHAIN lacks it
 #pragma once
 
 struct step_t {

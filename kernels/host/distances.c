@@ -13,10 +13,11 @@
 /* Elements and candidates per thread for which it pays to start it. */
 #define MIN_ELEMENTS ((size_t)1 << 17)
 #define MIN_CANDIDATES ((size_t)1 << 13)
-/* Rows of y are fetched into the caches so many pairs ahead: the bytes of a cache line, and the most of a row. */
-#define AHEAD 4
+/* The row of y of a pair is prefetched while the pair PREFETCHED places before it is computed: by cache lines of LINE
+ * bytes, and at most MAX_FETCHED bytes of a row. */
+#define PREFETCHED 4
 #define LINE 64
-#define FETCHED 2048
+#define MAX_FETCHED 2048
 
 struct sums {
   const struct ooc_pairs *pairs;
@@ -26,14 +27,14 @@ struct sums {
 /* Adds the squared distances of pairs number `from` to before `to`, of rows of one dtype. */
 #define ADD(NAME, TYPE)                                                                                               \
   WIDE static void NAME(const struct ooc_pairs *g, double *sums, size_t from, size_t to) {                            \
-    size_t width = g->width, fetched = width * sizeof(TYPE) < FETCHED ? width * sizeof(TYPE) : FETCHED;               \
+    size_t width = g->width, fetched = width * sizeof(TYPE) < MAX_FETCHED ? width * sizeof(TYPE) : MAX_FETCHED;       \
     for (size_t i = from; i < to; ++i) {                                                                              \
       int64_t row = g->x_at[i / g->each], col = g->y_at[i];                                                           \
       const TYPE *x = (const TYPE *)(g->x + row * g->x_pitch), *y = (const TYPE *)(g->y + col * g->y_pitch);          \
       double p = g->x_scales ? g->x_scales[row] : 1, q = g->y_scales ? g->y_scales[col] : 1, lanes[LANES] = {0};      \
-      if (i + AHEAD < to)                                                                                             \
+      if (i + PREFETCHED < to)                                                                                        \
         for (size_t at = 0; at < fetched; at += LINE)                                                                 \
-          __builtin_prefetch(g->y + g->y_at[i + AHEAD] * g->y_pitch + at);                                            \
+          __builtin_prefetch(g->y + g->y_at[i + PREFETCHED] * g->y_pitch + at);                                       \
       size_t j = 0;                                                                                                   \
       for (; j + LANES <= width; j += LANES)                                                                          \
         for (size_t lane = 0; lane < LANES; ++lane) {                                                                 \

@@ -82,8 +82,8 @@ __device__ inline void sort(rank_t* keys, int used, int lane) {
     }
 }
 
-// What a warp has selected of a row: keys[0..used), and the rank and the score below which nothing is appended. With FAR,
-// also the `count` elements `best`.
+// The elements of one row that its warp has selected. They are keys[0..used), and with FAR also the `count` elements `best`.
+// Only elements that rank above `least` are appended; `bound` is its score.
 struct Selected {
     rank_t* keys;
     element_t* best;

@@ -23,7 +23,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.indicators import Indicators, table_of_bits, table_of_codes
 
-# The metrics of this module. They have no transforms.
+# The metrics that compare codes. No transform changes the elements of X before.
 COUNTS = ("jaccard", "hamming")
 # Maximum number of codes for Hamming distances.
 MAX_CODES = 16

@@ -33,7 +33,7 @@ from oocgemm.stores.folded import as_matrix, fold_of
 from oocgemm.stores.folding import Folding
 from oocgemm.stores.joined import concat
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.widened import Widened
+from oocgemm.stores.transformed import Widened
 
 # Maximum number of reads of X.
 MAX_READS = 4

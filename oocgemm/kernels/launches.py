@@ -263,7 +263,7 @@ def reduce_options(problem: GemmProblem) -> tuple[str, ...]:
 
 
 def _pitched(problem: GemmProblem) -> dict[str, int]:
-    """Return the macro that says how many rows are as long as a row of sums; none if there is one term."""
+    """Return the macro with the distance of two rows of sums, in rows of C: the number of terms, if not 1."""
     return {"PITCH": problem.terms.count} if problem.terms.count > 1 else {}
 
 

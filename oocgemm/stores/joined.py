@@ -1,8 +1,9 @@
 """The operand that `concat` returns: several matrices, joined along their rows or columns.
 
-It is a description, like a `Folded`. A block is cut at the borders of parts, and each part reads its piece,
-so that blocks inside one part are read as from this part alone. If the parts are compressed alike, and their
-borders are borders of chunks, a GPU decodes the chunks. Genotypes that are joined along variants stay packed.
+The operand, a `Joined`, only names its parts, which are opened by the verb. A block is cut at the borders of
+parts, and each part reads its piece, so that blocks inside one part are read as from this part alone. If the
+parts are compressed alike, and their borders are borders of chunks, a GPU decodes the chunks. Genotypes that
+are joined along variants stay packed.
 """
 
 from bisect import bisect_right

@@ -1,8 +1,8 @@
 """The operand that `keep` returns: some rows and columns of a matrix, in any order.
 
-It is a description, like a `Folded`. `KeptMatrix` reads the lines (rows or columns) whose numbers are kept.
-Lines that are adjacent are read as one block. Other lines that are near each other are read with those
-between them, so that a chunk is decoded once for all of its lines.
+The operand, a `Kept`, only says what is kept. When a verb opens it, it becomes a `KeptMatrix`. A line is a
+row or a column. Lines that are adjacent are read as one block. Other lines that are near each other are read
+with those between them, so that a chunk is decoded once for all of its lines.
 """
 
 import hashlib

@@ -21,7 +21,17 @@ from oocgemm.planning.elements import MAX_STEPS, STREAMED, ElementStep
 from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import in_float64, read_block
-from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, View, dtype_name, not_writable, pieces
+from oocgemm.stores.base import (
+    BATCH_BYTES,
+    Array,
+    Composite,
+    Matrix,
+    Store,
+    View,
+    dtype_name,
+    not_writable,
+    pieces,
+)
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.transform import Transform
 from oocgemm.values import dataclass
@@ -611,3 +621,20 @@ class ChangedMatrices(Store):
 
 
 CHANGED = ChangedMatrices()
+
+
+@dataclass(frozen=True, eq=False)
+class Widened(Composite):
+    """An operand whose elements are converted to float64, after they are decoded if `decode` is set."""
+
+    source: Any
+    decode: bool = True
+
+    def open(self, name: str) -> Matrix:
+        from oocgemm.stores.opening import open_matrix
+
+        matrix = open_matrix(name, self.source, decode=self.decode)
+        return matrix if matrix.dtype == np.float64 else ConvertedMatrix(matrix, np.dtype(np.float64))
+
+    def mapped(self, change: Callable[[Any], Any]) -> Self:
+        return replace(self, source=change(self.source))

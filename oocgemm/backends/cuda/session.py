@@ -429,7 +429,7 @@ class CudaSession:
         )
         # The panel of op(A) has all rows of the tile. Skip the rows above `op.m`.
         below = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * DTYPES[problem.a_dtype].itemsize
-        # The panel of op(B) has all columns of the tile. Skip those left of `op.n`.
+        # The panel of op(B) has all columns of the tile. Start at the first column of this product, `op.n`.
         beside = (op.n[0] - left) * (k if problem.trans_b.swaps else 1) * DTYPES[problem.b_dtype].itemsize
         c = self._address(op.writes[0])
         number = self._moduli[op.reads[2].slot] if problem.planes and k else 0

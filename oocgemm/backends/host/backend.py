@@ -292,7 +292,7 @@ class HostSession:
         sums, problem = self._sums(op, op.reads[0]), self._problem
         accumulator = sums[:, 0]
         if problem.sink.per_row:
-            if problem.terms.count > 1:  # rows of C lie where those of all sums did
+            if problem.terms.count > 1:  # C is written over the sums, in the same rows
                 accumulator = sums.reshape(-1)[: accumulator.size].reshape(accumulator.shape)
             if problem.epilogue and not problem.sink.ranks_distances:
                 self._run_chain(op, sums, (1.0, 0.0), accumulator)

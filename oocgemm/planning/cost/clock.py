@@ -471,8 +471,8 @@ class _Clock:
     def _kind(self, tile: Tile, found_a: tuple[int, int], found_b: tuple[int, int]) -> TileKind:
         grid, ends = self.grid, (tile == (0, 0), tile == self._last)
         rows, n = length(grid.rows(tile[0])), length(grid.cols(tile[1]))
-        ahead = forwards(tile, self.traversal.alternates)
-        return TileKind(rows, n, ahead, *ends, found_a, found_b, grid.is_staircase(tile))
+        forward = forwards(tile, self.traversal.alternates)
+        return TileKind(rows, n, forward, *ends, found_a, found_b, grid.is_staircase(tile))
 
     def _steps(self, count: int, loads: StepLoads, multiply: float, prepare: float, calls: int) -> None:
         """Run equal steps. If there are many, skip steps that repeat earlier ones."""

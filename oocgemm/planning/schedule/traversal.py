@@ -242,8 +242,8 @@ class NextUse:
         """Return the next position after `position` whose tile uses the panels of `line`, or None."""
         if self._known[0] != line or self._known[1] != position:
             later = self._next(line, position)
-            ahead = later is not None and forwards(self._tiles[later], self._alternates)
-            self._known = line, position, later, ahead
+            forward = later is not None and forwards(self._tiles[later], self._alternates)
+            self._known = line, position, later, forward
         return self._known[2]
 
     def _next(self, line: int, position: int) -> int | None:
